@@ -1,0 +1,126 @@
+"""The one batch type.
+
+Sequences lie end to end on one token axis; nothing is padded until a policy worker cuts its own
+micro-batch. Index ``t`` of every ``[N]`` field is about token ``t``: ``logprobs[t]`` is the
+log-probability *of* token ``t``. ``rollout_expert_indices[t]`` is what the rollout engine chose
+while *reading* token ``t``, so the last token of a sequence has none: its ``route_mask`` is False.
+
+Dims, one legend for the whole project:
+
+    N tokens, B sequences, G group size (responses per prompt), L layers that have a router,
+    K experts per token, E experts, V vocabulary, S local slots of a rank.
+
+Two sequences, a prompt of 2 with a response of 2 and a prompt of 1 with a response of 2:
+
+    tokens         = [11, 12, 21, 22,   13, 23, 24]
+    seq_lens       = [4, 3]
+    response_mask  = [ F,  F,  T,  T,    F,  T,  T]
+    route_mask     = [ T,  T,  T,  F,    T,  T,  F]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteRef:
+    """Where one sample's routes lie in the object store, and what they must turn out to be.
+
+    ``blocks[i]`` refers to a ``[rows, layers_per_block, K]`` array of the layers
+    ``i * layers_per_block`` and up, counted among the layers that have a router.
+    """
+
+    rows: int
+    num_layers: int
+    experts_per_token: int
+    dtype: str
+    checksums: tuple[int, ...]
+    weight_version: int
+    blocks: tuple[Any, ...]
+
+
+def _dims(*dims: str) -> Any:
+    return field(default=None, metadata={"dims": dims})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Sequences laid end to end on one token axis.
+
+    Raises:
+        ValueError: when two fields disagree about a dim, or ``seq_lens`` do not sum to N.
+    """
+
+    tokens: Tensor = field(metadata={"dims": ("N",)})  # int64, prompt + response ids
+    seq_lens: Tensor = field(metadata={"dims": ("B",)})  # int64, sums to N
+    response_mask: Tensor = field(metadata={"dims": ("N",)})  # bool, True = sampled by the policy
+    loss_mask: Tensor | None = _dims("N")  # bool, response_mask less whatever is filtered out
+    rollout_logprobs: Tensor | None = _dims("N")  # vLLM, at sampling
+    old_logprobs: Tensor | None = _dims("N")  # Megatron, before the update
+    ref_logprobs: Tensor | None = _dims("N")  # the frozen reference
+    rewards: Tensor | None = _dims("B")
+    advantages: Tensor | None = _dims("N")
+    group_ids: Tensor | None = _dims("B")  # int64, which prompt of the step
+    weight_version: Tensor | None = _dims("B")  # int64, weight syncs the engine had seen
+    route_mask: Tensor | None = _dims("N")  # bool, rows whose experts were captured
+    # On the controller references only, one per sequence; [N, L, K] uint8 (E <= 256) or int16 bits
+    # of uint16 in a policy worker.
+    rollout_expert_indices: Tensor | tuple[RouteRef, ...] | None = _dims("N", "L", "K")
+
+    def __post_init__(self) -> None:
+        sizes: dict[str, int] = {}
+        for name, dims, value in self._present():
+            if isinstance(value, tuple):
+                dims, shape = ("B",), (len(value),)
+            else:
+                shape = tuple(value.shape)
+            if len(shape) != len(dims):
+                raise ValueError(f"{name}: expected dims {dims}, got shape {shape}")
+            for dim, size in zip(dims, shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    raise ValueError(f"{name}: {dim}={size}, but the batch has {dim}={sizes[dim]}")
+        if (total := int(self.seq_lens.sum())) != sizes["N"]:
+            raise ValueError(f"seq_lens sum to {total}, but tokens hold {sizes['N']}")
+
+    def _present(self) -> list[tuple[str, tuple[str, ...], Any]]:
+        named = [(f.name, f.metadata["dims"], getattr(self, f.name)) for f in fields(self)]
+        return [entry for entry in named if entry[2] is not None]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def offsets(self) -> Tensor:
+        """Where each sequence starts, and N at the end.  # [B + 1]"""
+        return torch.cat([self.seq_lens.new_zeros(1), self.seq_lens.cumsum(0)])
+
+    def require(self, *names: str) -> None:
+        """Raise ValueError unless every named field has been filled."""
+        if missing := [name for name in names if getattr(self, name) is None]:
+            raise ValueError(f"the batch has no {', '.join(missing)}: run the stage that fills it first")
+
+    def with_fields(self, **values: Any) -> Self:
+        return replace(self, **values)
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The given sequences, in the given order, with every field."""
+        offsets = self.offsets.tolist()
+        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
+        token_index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+        row_index = torch.tensor(list(rows), dtype=torch.int64)
+        chosen: dict[str, Any] = {}
+        for name, dims, value in self._present():
+            if isinstance(value, tuple):
+                chosen[name] = tuple(value[r] for r in rows)
+            else:
+                chosen[name] = value[token_index if dims[0] == "N" else row_index]
+        return replace(self, **chosen)

@@ -1,0 +1,54 @@
+"""Where prompts come from and what rewards a response."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rltrain.config.base import Section
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class RewardConfig(Section):
+    function: str = "exact"
+    """``exact``, ``math_verify``, ``reasoning_gym`` or the dotted path of a function
+    ``(response: str, answer: object, **columns) -> float``."""
+    num_workers: Positive = 1
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The run stops when more than this share of a step's rewards timed out or crashed."""
+    shuffle: bool = False
+    """Permute rewards over the step: a control that must not learn."""
+
+
+class DataConfig(Section):
+    source: Literal["arithmetic", "jsonl", "parquet", "huggingface", "reasoning_gym"] = "arithmetic"
+    path: str | None = None
+    """File or dataset folder of ``jsonl``, ``parquet`` and ``huggingface``."""
+    eval_path: str | None = None
+    """Held-out problems. Null holds out the last ``eval_size`` rows of the shuffled data."""
+    prompt_column: str = "prompt"
+    """Text, or a list of chat messages with ``role`` and ``content``."""
+    answer_column: str = "answer"
+    task: str | None = None
+    """The reasoning-gym task."""
+    task_options: dict[str, Any] = {}
+    size: Positive = 6000
+    """How many training problems a generated source makes."""
+    eval_size: Positive = 512
+    seed: int = 0
+    max_prompt_tokens: Positive = 64
+    on_long_prompt: Literal["error", "drop"] = "error"
+    reward: RewardConfig = RewardConfig()
+
+    @model_validator(mode="after")
+    def file_sources_have_a_path(self) -> Self:
+        if self.source in ("jsonl", "parquet", "huggingface") and self.path is None:
+            raise ValueError(f"source={self.source} reads a file: set data.path")
+        return self
+
+    @model_validator(mode="after")
+    def reasoning_gym_names_its_task(self) -> Self:
+        if self.source == "reasoning_gym" and self.task is None:
+            raise ValueError("source=reasoning_gym needs data.task, e.g. data.task=basic_arithmetic")
+        return self

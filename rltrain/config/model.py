@@ -1,0 +1,50 @@
+"""Which model is trained."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from rltrain.config.base import Section
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class WarmStart(Section):
+    """Supervised steps that give the tiny model something to improve on."""
+
+    steps: Annotated[int, Field(ge=0)] = 300
+    batch_size: Positive = 128
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    num_problems: Positive = 2000
+    """Problems the warm start sees; disjoint from what GRPO trains on and from the held-out ones."""
+
+
+class TinyModel(Section):
+    """A Qwen3-MoE small enough for a laptop CPU, built locally with a small tokenizer."""
+
+    num_layers: Positive = 4
+    hidden_size: Positive = 128
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_dim: Positive = 32
+    num_experts: Positive = 8
+    experts_per_token: Positive = 2
+    expert_size: Positive = 128
+    seed: int = 0
+    warm_start: WarmStart = WarmStart()
+
+    @model_validator(mode="after")
+    def experts_per_token_at_most_num_experts(self) -> Self:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A local Hugging Face folder. Null builds the tiny model, warm-starts it and caches both."""
+    tiny: TinyModel = TinyModel()
+    cache_dir: str = "~/.cache/rltrain"
+    trust_remote_code: bool = False

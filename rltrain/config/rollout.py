@@ -1,0 +1,62 @@
+"""How responses are sampled."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rltrain.config.base import Section
+
+Positive = Annotated[int, Field(gt=0)]
+
+# Engine options the trainer sets itself; setting them twice could contradict it in silence.
+OWNED_ENGINE_ARGS = frozenset(
+    {
+        "model",
+        "tokenizer",
+        "dtype",
+        "enable_return_routed_experts",
+        "logprobs_mode",
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "seed",
+        "max_model_len",
+        "tensor_parallel_size",
+        "trust_remote_code",
+        "generation_config",
+    }
+)
+
+
+class RolloutConfig(Section):
+    num_engines: Positive = 1
+    tensor_parallel: Positive = 1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_response_tokens: Positive = 16
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0 samples from the whole vocabulary."""
+    deterministic: bool = False
+    """Give the engine a step's requests as one batch in a fixed order with a fresh prefix cache,
+    so that two runs sample the same tokens, log-probabilities and routes."""
+    enforce_eager: bool = True
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    kv_cache_gib: Positive = 1
+    """CPU only: memory for the KV cache."""
+    engine_args: dict[str, Any] = {}
+    """Anything else vLLM's AsyncEngineArgs takes."""
+
+    @model_validator(mode="after")
+    def sampling_matches_training(self) -> Self:
+        if self.top_p < 1 or self.top_k > 0:
+            raise ValueError(
+                f"top_p={self.top_p}, top_k={self.top_k}: rollouts would come from a truncated "
+                "distribution that the importance ratio does not know; use top_p=1 and top_k=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def engine_args_leave_our_own_alone(self) -> Self:
+        if owned := sorted(OWNED_ENGINE_ARGS & self.engine_args.keys()):
+            raise ValueError(f"engine_args may not set {owned}: the trainer sets them from its own keys")
+        return self

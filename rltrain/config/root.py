@@ -1,0 +1,59 @@
+"""The whole configuration and the rules that span its sections."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from rltrain.config.algorithm import AlgorithmConfig, OptimizerConfig
+from rltrain.config.base import Section
+from rltrain.config.data import DataConfig
+from rltrain.config.model import ModelConfig
+from rltrain.config.policy import PolicyConfig
+from rltrain.config.rollout import RolloutConfig
+from rltrain.config.routing import RoutingReplayConfig
+from rltrain.config.trainer import CheckpointConfig, ClusterConfig, TrackingConfig, TrainerConfig
+
+
+class Config(Section):
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    policy: PolicyConfig = PolicyConfig()
+    routing_replay: RoutingReplayConfig = RoutingReplayConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def mini_batches_divide_prompts(self) -> Self:
+        prompts, parts = self.trainer.prompts_per_step, self.trainer.mini_batches
+        if prompts % parts:
+            raise ValueError(
+                f"trainer.mini_batches={parts} does not divide trainer.prompts_per_step={prompts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def every_data_parallel_rank_gets_sequences(self) -> Self:
+        sequences = (
+            self.trainer.prompts_per_step * self.algorithm.group_size // self.trainer.mini_batches
+        )
+        if sequences % self.policy.parallel.dp:
+            raise ValueError(
+                f"policy.parallel.dp={self.policy.parallel.dp} does not divide the {sequences} sequences of "
+                "a mini-batch (trainer.prompts_per_step * algorithm.group_size / trainer.mini_batches)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_micro_batch_holds_the_longest_sequence(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if longest > self.policy.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"policy.max_tokens_per_micro_batch={self.policy.max_tokens_per_micro_batch} is less than "
+                f"one sequence can take ({longest} = data.max_prompt_tokens + rollout.max_response_tokens)"
+            )
+        return self
