@@ -59,6 +59,7 @@ class Batch:
     seq_lens: Tensor = field(metadata={"dims": ("B",)})  # int64, sums to N
     response_mask: Tensor = field(metadata={"dims": ("N",)})  # bool, True = sampled by the policy
     loss_mask: Tensor | None = _dims("N")  # bool, response_mask less whatever is filtered out
+    loss_weights: Tensor | None = _dims("N")  # what each token counts in its mini-batch's loss
     rollout_logprobs: Tensor | None = _dims("N")  # vLLM, at sampling
     old_logprobs: Tensor | None = _dims("N")  # Megatron, before the update
     ref_logprobs: Tensor | None = _dims("N")  # the frozen reference

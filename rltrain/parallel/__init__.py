@@ -1,0 +1,1 @@
+"""Where each token lives on each rank: pure functions of plain integers."""

@@ -1,0 +1,39 @@
+"""The one reducer: a loss is ``sum(weights * per_token)``, and the weights know the denominator.
+
+Weights are made once for a whole mini-batch, before it is cut into data-parallel shards and
+micro-batches. So loss and gradient do not depend on how it is cut: there is no mean of means.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token_mean", "sequence_mean"]
+
+
+def loss_weights(loss_mask: Tensor, seq_lens: Tensor, aggregation: Aggregation) -> Tensor:
+    """The weight of every token of one mini-batch; they sum to 1, or to 0 if nothing is left.
+
+    ``token_mean``: 1 / masked tokens. ``sequence_mean``: 1 / (sequences with a masked token) /
+    (masked tokens of the sequence).
+
+    Args:
+        loss_mask: bool  # [N]
+        seq_lens: int64  # [B]
+
+    Returns:
+        float32  # [N]
+    """
+    mask = loss_mask.double()
+    if aggregation == "token_mean":
+        return (mask / mask.sum().clamp_min(1)).float()
+    sequence = torch.arange(len(seq_lens)).repeat_interleave(seq_lens)
+    tokens = torch.zeros(len(seq_lens), dtype=torch.float64).index_add_(0, sequence, mask)
+    sequences = (tokens > 0).sum().clamp_min(1)
+    return (mask / tokens.clamp_min(1)[sequence] / sequences).float()
+
+
+def weighted_sum(weights: Tensor, per_token: Tensor) -> Tensor:
+    """``sum(weights * per_token)`` over tokens that have a weight; a NaN elsewhere stays out."""
+    return torch.where(weights != 0, weights * per_token, 0.0).sum()

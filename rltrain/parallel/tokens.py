@@ -1,0 +1,96 @@
+"""Where each token of a micro-batch lives on one rank.
+
+One function computes the index; tokens, targets, masks and routes are all gathered with it, so
+they cannot be sliced differently. Invariants (tested): over all ranks the real slots are a
+permutation of the tokens; all ranks hold equally many slots; gather then scatter is the identity.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+PAD = -1
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """The ranks that share one data-parallel rank's tokens."""
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
+
+    @property
+    def seq_align(self) -> int:
+        """Context parallelism cuts every sequence into 2 * cp chunks."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    @property
+    def total_align(self) -> int:
+        """Sequence parallelism cuts the local slots into tp parts."""
+        return lcm(self.seq_align, self.cp_size * self.tp_size)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The slots of one rank for sequences laid end to end.
+
+    ``tokens``, ``targets`` and ``routers`` hold token indices, PAD where a slot holds padding.
+    """
+
+    tokens: Tensor  # [S] the token each slot reads
+    targets: Tensor  # [S] the token whose log-probability each slot yields: the next one
+    routers: Tensor  # [S] or, under sequence parallelism, [S / tp]: the token each router row reads
+    cu_seqlens: Tensor  # [B + 1] int32, padded sequence boundaries, global over context parallelism
+    max_seqlen: int
+
+
+def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
+    """Lay ``seq_lens`` out for one rank. No sequence at all gives one padding-only sequence."""
+    padded = [n + -n % grid.seq_align for n in seq_lens] or [0]
+    padded[-1] += -sum(padded) % grid.total_align
+    if sum(padded) == 0:
+        padded[-1] = grid.total_align
+    tokens, targets, start = [], [], 0
+    for n, size in zip(seq_lens or [0], padded, strict=True):
+        reads = torch.full((size,), PAD)
+        reads[:n] = torch.arange(start, start + n)
+        predicts = torch.full((size,), PAD)
+        predicts[: max(n - 1, 0)] = torch.arange(start + 1, start + n)
+        tokens.append(_context_parallel_slice(reads, grid))
+        targets.append(_context_parallel_slice(predicts, grid))
+        start += n
+    index = torch.cat(tokens)
+    return TokenLayout(
+        tokens=index,
+        targets=torch.cat(targets),
+        routers=index.chunk(grid.tp_size)[grid.tp_rank],
+        cu_seqlens=torch.tensor([0, *torch.tensor(padded).cumsum(0).tolist()], dtype=torch.int32),
+        max_seqlen=max(padded),
+    )
+
+
+def _context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
+    """Rank r takes chunk r from the front and chunk r from the back, which evens out causality."""
+    if grid.cp_size == 1:
+        return slots
+    chunks = slots.chunk(2 * grid.cp_size)
+    return torch.cat([chunks[grid.cp_rank], chunks[-1 - grid.cp_rank]])
+
+
+def take(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
+    """Gather ``[N, ...]`` to ``[S, ...]``, with ``pad`` in padding slots."""
+    if len(values) == 0:
+        return values.new_full((len(index), *values.shape[1:]), pad)
+    taken = values[index.clamp_min(0)]
+    taken[index == PAD] = pad
+    return taken
+
+
+def put(target: Tensor, index: Tensor, values: Tensor) -> None:
+    """Scatter ``[S, ...]`` into ``[N, ...]`` in place; padding slots go nowhere."""
+    real = index != PAD
+    target[index[real]] = values[real]
