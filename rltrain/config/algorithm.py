@@ -54,6 +54,14 @@ class OptimizerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def a_constant_lr_has_no_minimum(self) -> Self:
+        if self.schedule == "constant" and self.min_lr > 0:
+            raise ValueError(
+                f"schedule=constant never reaches min_lr={self.min_lr}: choose linear or cosine"
+            )
+        return self
+
+    @model_validator(mode="after")
     def a_frozen_router_has_no_lr(self) -> Self:
         if self.freeze_router and self.router_lr is not None:
             raise ValueError("freeze_router=true and router_lr contradict each other: drop one")

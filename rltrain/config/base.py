@@ -1,4 +1,4 @@
-"""The base of every configuration class: frozen, and an unknown key is an error."""
+"""The base of every configuration class: frozen, strict, and an unknown key is an error."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,6 +13,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
         validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),

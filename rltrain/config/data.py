@@ -48,6 +48,17 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def generated_sources_read_no_file(self) -> Self:
+        generated = self.source in ("arithmetic", "reasoning_gym")
+        for name, path in (("path", self.path), ("eval_path", self.eval_path)):
+            if generated and path is not None:
+                raise ValueError(
+                    f"source={self.source} makes its problems and would ignore {name}={path}: "
+                    "choose data=jsonl, parquet or huggingface, or drop it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def reasoning_gym_names_its_task(self) -> Self:
         if self.source == "reasoning_gym" and self.task is None:
             raise ValueError("source=reasoning_gym needs data.task, e.g. data.task=basic_arithmetic")

@@ -34,6 +34,14 @@ class TinyModel(Section):
     warm_start: WarmStart = WarmStart()
 
     @model_validator(mode="after")
+    def kv_heads_divide_heads(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def experts_per_token_at_most_num_experts(self) -> Self:
         if self.experts_per_token > self.num_experts:
             raise ValueError(

@@ -38,13 +38,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def every_data_parallel_rank_gets_sequences(self) -> Self:
-        sequences = (
-            self.trainer.prompts_per_step * self.algorithm.group_size // self.trainer.mini_batches
-        )
+        group = self.algorithm.group_size if self.algorithm.type == "grpo" else 1
+        sequences = self.trainer.prompts_per_step * group // self.trainer.mini_batches
         if sequences % self.policy.parallel.dp:
             raise ValueError(
-                f"policy.parallel.dp={self.policy.parallel.dp} does not divide the {sequences} sequences of "
-                "a mini-batch (trainer.prompts_per_step * algorithm.group_size / trainer.mini_batches)"
+                f"policy.parallel.dp={self.policy.parallel.dp} does not divide the {sequences} "
+                f"sequences of a mini-batch (trainer.prompts_per_step={self.trainer.prompts_per_step} "
+                f"* {group} per prompt / trainer.mini_batches={self.trainer.mini_batches})"
             )
         return self
 
@@ -55,5 +55,26 @@ class Config(Section):
             raise ValueError(
                 f"policy.max_tokens_per_micro_batch={self.policy.max_tokens_per_micro_batch} is less than "
                 f"one sequence can take ({longest} = data.max_prompt_tokens + rollout.max_response_tokens)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def supervised_steps_have_nothing_to_replay(self) -> Self:
+        if self.algorithm.type == "sft" and self.routing_replay.mode != "off":
+            raise ValueError(
+                f"algorithm.type=sft samples no responses, so routing_replay.mode="
+                f"{self.routing_replay.mode} has no routes to replay: set it to off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_replayed_reference_exists(self) -> Self:
+        if self.routing_replay.reference == "replay" and (
+            self.routing_replay.mode == "off" or self.algorithm.kl_coef == 0
+        ):
+            raise ValueError(
+                f"routing_replay.reference=replay needs routes and a reference model; found "
+                f"routing_replay.mode={self.routing_replay.mode} and algorithm.kl_coef="
+                f"{self.algorithm.kl_coef}: set mode to r2 or r3 and kl_coef above 0"
             )
         return self

@@ -1,8 +1,8 @@
 """The loop, its outputs and the machines it runs on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rltrain.config.base import Section
 
@@ -19,9 +19,19 @@ class TrainerConfig(Section):
     """Steps between evaluations; the first and the last step always evaluate. 0 never does."""
     resume: Literal["auto", "never"] = "never"
     """``auto`` goes on from the newest checkpoint in ``output_dir``."""
-    output_dir: str = "outputs/${now:%Y-%m-%d_%H-%M-%S}"
+    output_dir: str = "outputs/%Y-%m-%d_%H-%M-%S"
+    """Folder of everything the run writes; the time codes of strftime are filled in at its start."""
     check_weight_sync: bool = False
     """After every sync compare all engine tensors bitwise with a fresh engine's. Slow."""
+
+    @model_validator(mode="after")
+    def resuming_needs_a_fixed_folder(self) -> Self:
+        if self.resume == "auto" and "%" in self.output_dir:
+            raise ValueError(
+                f"resume=auto looks for checkpoints in output_dir, and {self.output_dir} is a new folder "
+                "every time: set trainer.output_dir to the folder of the run to go on with"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -40,6 +50,14 @@ class ClusterConfig(Section):
     """A running Ray cluster; null starts a local one on loopback."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+
+    @model_validator(mode="after")
+    def gpus_are_for_cuda(self) -> Self:
+        if self.device == "cpu" and self.num_gpus is not None:
+            raise ValueError(
+                f"device=cpu and num_gpus={self.num_gpus} contradict each other: drop one"
+            )
+        return self
 
 
 class TrackingConfig(Section):

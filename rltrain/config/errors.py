@@ -1,0 +1,81 @@
+"""What went wrong in a configuration, in words: the key, the nearest valid name, the rule."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rltrain.config.reference import Key, keys, sections, show
+from rltrain.config.root import Config
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says which key and why."""
+
+
+def validate(values: dict[str, Any]) -> Config:
+    """The configuration that ``values`` describe.
+
+    Raises:
+        ConfigError: names every key that is unknown, mistyped, out of range or breaks a rule.
+    """
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        by_name = {key.name: key for key in keys()}
+        problems = [describe(detail, by_name) for detail in error.errors()]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def describe(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
+    """One pydantic error as one line."""
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return unknown_key(name)
+    if detail["type"] == "value_error":
+        error = detail["ctx"]["error"]
+        return f"{name + ': ' if name else ''}{error} (rule: {rule_of(error)})"
+    found = show(detail["input"])
+    while name and name not in by_name:  # a member of a union or a dictionary has a longer path
+        if name in set(sections()):
+            return f"{name}: expected a section with keys of its own, found {found}"
+        name = name.rpartition(".")[0]
+    return f"{name}: expected {by_name[name].type}, found {found}{hint(by_name[name], detail)}"
+
+
+def rule_of(error: BaseException) -> str:
+    """The name of the validator that raised ``error``: it states the rule."""
+    traceback = error.__traceback__
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame.f_code.co_name.replace("_", " ")
+
+
+def hint(key: Key, detail: ErrorDetails) -> str:
+    if isinstance(detail["input"], bool) and "off" in key.type:
+        return ' (YAML reads a bare off as false: write "off")'
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        return f" (to give a number as text, quote it twice: {key.name}=\"'{detail['input']}'\")"
+    return ""
+
+
+def unknown_key(name: str) -> str:
+    return f"{name}: there is no such key. {nearest(name, known_names())}"
+
+
+def known_names() -> list[str]:
+    return [*(key.name for key in keys()), *sections()]
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """The valid names closest to ``name``, or all where none is close."""
+    valid = list(valid)
+    leaf = name.rpartition(".")[2]
+    same_leaf = [other for other in valid if other.rpartition(".")[2] == leaf]
+    close = difflib.get_close_matches(name, valid, n=3)
+    if found := list(dict.fromkeys(same_leaf + close))[:3]:
+        return f"Nearest: {', '.join(found)}"
+    return f"Choose from: {', '.join(other for other in valid if '.' not in other)}"
