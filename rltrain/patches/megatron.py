@@ -1,0 +1,175 @@
+"""Megatron-core: what lets it run on a CPU, and what it gets wrong without a word.
+
+``apply_cpu`` is for CPU worker processes only and comes before any model is built. ``apply_fixes``
+is for every worker process, CPU or GPU.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from rltrain.patches.registry import Patch, apply
+
+_MEGATRON = (("megatron-core",), "==0.16.1")
+_TORCH = (("torch",), ">=2.11,<2.14")
+_CPU_SUPPORT = "Megatron-core runs without CUDA"
+
+
+class NullStream:
+    """Stands for a CUDA stream or event where all work is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> "NullStream":
+        return self
+
+
+_NULL_STREAM = NullStream()
+
+
+def _returning(make: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A wrapper that puts ``make`` in place of the original."""
+    return lambda original: lambda *args, **kwargs: make(*args, **kwargs)
+
+
+def _first_argument(*args: Any, **kwargs: Any) -> Any:
+    return args[0]
+
+
+def _on_cpu(original: Any) -> Any:
+    """A tensor factory whose device="cuda" means the CPU."""
+
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("device"), (str, int)):
+            kwargs["device"] = "cpu"
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def _cuda_type_name(original: Any) -> Any:
+    """``Tensor.type()`` in the spelling that the optimizer compares with."""
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return type_
+
+
+def _splits_as_numpy(original: Any) -> Any:
+    """CPU all-to-all wants its split sizes as a list or array, as Megatron makes them on a GPU."""
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return move
+
+
+def _router_linear(original: Any) -> Any:
+    def router_gating_linear(
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        router_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        bias = None if bias is None else bias.to(router_dtype)
+        return torch.nn.functional.linear(inp.to(router_dtype), weight.to(router_dtype), bias)
+
+    return router_gating_linear
+
+
+def _torch_cpu(name: str, params: tuple[str, ...] | None, reason: str, wrap: Any) -> Patch:
+    return Patch(*_TORCH, f"torch{name}", params, reason, _CPU_SUPPORT, wrap)
+
+
+def _megatron_cpu(name: str, params: tuple[str, ...], reason: str, wrap: Any) -> Patch:
+    return Patch(*_MEGATRON, f"megatron.core.{name}", params, reason, _CPU_SUPPORT, wrap)
+
+
+CPU_PATCHES = (
+    _torch_cpu(
+        ".cuda:current_device", (), "device= of buffers", _returning(lambda: torch.device("cpu"))
+    ),
+    _torch_cpu(".cuda:Stream", None, "the dispatcher's copy stream", lambda original: NullStream),
+    _torch_cpu(".cuda:Event", None, "events on that stream", lambda original: NullStream),
+    _torch_cpu(
+        ".cuda:current_stream", ("device",), "waits", _returning(lambda device=None: _NULL_STREAM)
+    ),
+    _torch_cpu(
+        ".cuda:default_stream", ("device",), "waits", _returning(lambda device=None: _NULL_STREAM)
+    ),
+    _torch_cpu(".cuda:stream", ("stream",), "contexts", _returning(lambda stream: nullcontext())),
+    _torch_cpu(".cuda:synchronize", ("device",), "barriers", _returning(lambda device=None: None)),
+    _torch_cpu(
+        ".cuda:get_rng_state",
+        ("device",),
+        "the random state tracker",
+        _returning(lambda device="cuda": torch.get_rng_state()),
+    ),
+    _torch_cpu(".cuda:manual_seed", ("seed",), "the same", _returning(torch.manual_seed)),
+    _torch_cpu(":Tensor.cuda", None, "moves to the device", _returning(_first_argument)),
+    _torch_cpu(":nn.Module.cuda", ("self", "device"), "the same", _returning(_first_argument)),
+    _torch_cpu(":Tensor.record_stream", None, "stream lifetimes", _returning(lambda *_: None)),
+    _torch_cpu(":Tensor.type", None, "the optimizer compares its text", _cuda_type_name),
+    _torch_cpu(":tensor", None, 'device="cuda" in optimizer and schedules', _on_cpu),
+    _torch_cpu(":zeros", None, 'device="cuda" in optimizer and schedules', _on_cpu),
+    _megatron_cpu(
+        "tensor_parallel.random:_get_cuda_rng_state",
+        ("device", "clone", "graph_safe"),
+        "the random state tracker",
+        _returning(lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
+    ),
+    _megatron_cpu(
+        "tensor_parallel.random:_set_cuda_rng_state",
+        ("new_state", "device", "graph_safe"),
+        "the random state tracker",
+        _returning(lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),
+    ),
+    _megatron_cpu(
+        "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        ("tensor", "as_numpy", "record_stream"),
+        "split sizes of the all-to-all",
+        _splits_as_numpy,
+    ),
+)
+
+ROUTER_WITHOUT_TE = Patch(
+    *_MEGATRON,
+    "megatron.core.transformer.moe.router:router_gating_linear",
+    ("inp", "weight", "bias", "router_dtype"),
+    "te_general_gemm is an undefined name where Transformer Engine is not installed",
+    "moe_utils defines te_general_gemm without Transformer Engine",
+    _router_linear,
+)
+
+
+def apply_fixes() -> None:
+    """Corrections every worker process needs."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        apply(ROUTER_WITHOUT_TE)
+
+
+def apply_cpu() -> None:
+    """Let Megatron-core run in this process without CUDA. For CPU worker processes only."""
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "apply_cpu() in a process that sees a GPU would hide it from everything else there: "
+            "set CUDA_VISIBLE_DEVICES='' for CPU workers"
+        )
+    for patch in CPU_PATCHES:
+        apply(patch)
+    # Megatron decorates small functions with torch.compile, which costs more than it saves here.
+    torch.compiler.set_stance("force_eager")
+    apply_fixes()

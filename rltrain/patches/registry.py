@@ -1,0 +1,104 @@
+"""Changes to third-party attributes, each with the facts needed to check and to delete it.
+
+A patch is applied once, explicitly, first thing in the process that needs it. It refuses a version
+or a signature it was not read against: a patch that no longer fits must stop the run, not change it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+_MARK = "__rltrain_patch__"
+
+
+class PatchRefused(RuntimeError):
+    """What a patch was written for is not what is installed."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to one attribute of a third-party package."""
+
+    package: tuple[str, ...]
+    """Names of the distributions that may provide it; the first one installed counts."""
+    versions: str
+    """Specifier of the versions the patch was read against, e.g. ``>=0.16,<0.17``."""
+    target: str
+    """``module:attribute`` or ``module:Class.attribute``."""
+    params: tuple[str, ...] | None
+    """Parameter names of the original; None for C functions, which tell no signature."""
+    reason: str
+    remove_when: str
+    wrap: Callable[[Any], Any]
+    """Takes the original, returns its replacement. The result must take attributes."""
+
+
+def apply(patch: Patch) -> None:
+    """Apply ``patch`` unless it is applied already.
+
+    Raises:
+        PatchRefused: the package is missing, its version is outside ``patch.versions``, the target
+            is missing, or its parameters differ from ``patch.params``.
+    """
+    _check_version(patch)
+    owner, name = _resolve(patch)
+    original = inspect.getattr_static(owner, name)
+    if getattr(original, _MARK, None) == patch.target:
+        return
+    _check_params(patch, original)
+    replacement = patch.wrap(original)
+    setattr(replacement, _MARK, patch.target)
+    setattr(owner, name, replacement)
+
+
+def is_applied(patch: Patch) -> bool:
+    owner, name = _resolve(patch)
+    return getattr(inspect.getattr_static(owner, name), _MARK, None) == patch.target
+
+
+def _check_version(patch: Patch) -> None:
+    for package in patch.package:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        if Version(found).base_version not in SpecifierSet(patch.versions):
+            raise PatchRefused(
+                f"the patch of {patch.target} was read against {package}{patch.versions}, found "
+                f"{found}: read that version's source, then widen or drop the patch ({patch.reason})"
+            )
+        return
+    raise PatchRefused(
+        f"the patch of {patch.target} needs {' or '.join(patch.package)}: not installed"
+    )
+
+
+def _resolve(patch: Patch) -> tuple[Any, str]:
+    module_name, _, path = patch.target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *classes, name = path.split(".")
+    for part in (*classes, name):
+        if not hasattr(owner, part):
+            raise PatchRefused(
+                f"{patch.target}: {owner!r} has no attribute {part!r}; {patch.reason}"
+            )
+        if part in classes:
+            owner = getattr(owner, part)
+    return owner, name
+
+
+def _check_params(patch: Patch, original: Any) -> None:
+    if patch.params is None:
+        return
+    found = tuple(inspect.signature(original).parameters)
+    if found != patch.params:
+        raise PatchRefused(
+            f"{patch.target} takes {found}, but its patch was read against {patch.params}: "
+            f"read the new source, then mend or drop the patch ({patch.reason})"
+        )

@@ -1,0 +1,90 @@
+"""A micro-batch: some sequences of this rank's shard, laid out for its slots, on its device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rltrain.batch import Batch
+from rltrain.parallel.tokens import PAD, TokenGrid, TokenLayout, layout_tokens, take
+from rltrain.policy.replay import Target
+from rltrain.routing.align import router_targets
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Every ``[S]`` tensor it yields is gathered through one `TokenLayout`."""
+
+    number: int  # within its pass
+    batch: Batch  # the sequences of this micro-batch, on the CPU
+    token_index: Tensor  # where its tokens lie in the shard  # [n]
+    layout: TokenLayout
+    device: torch.device
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        return take(self.batch.tokens, self.layout.tokens, 0).to(self.device).unsqueeze(0)  # [1, S]
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        lens = self.batch.seq_lens
+        positions = torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens).repeat_interleave(lens)
+        return take(positions, self.layout.tokens, 0).to(self.device).unsqueeze(0)  # [1, S]
+
+    @cached_property
+    def target_ids(self) -> Tensor:
+        return take(self.batch.tokens, self.layout.targets, 0).to(self.device)  # [S]
+
+    @cached_property
+    def packed_seq_params(self) -> PackedSeqParams:
+        cu_seqlens = self.layout.cu_seqlens.to(self.device)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=self.layout.max_seqlen,
+            max_seqlen_kv=self.layout.max_seqlen,
+        )
+
+    def at_targets(self, values: Tensor) -> Tensor:
+        """A field of the batch, at the slots that yield its token's log-probability.  # [n] -> [S]"""
+        return take(values, self.layout.targets, 0).to(self.device)
+
+    def route_targets(self, layers: Sequence[int], num_experts: int) -> dict[int, Target]:
+        """What each router must choose, by layer.
+
+        Args:
+            layers: the layers of the routes' layer dim, in its order
+        """
+        routes, mask = self.batch.rollout_expert_indices, self.batch.route_mask
+        assert isinstance(routes, Tensor) and mask is not None
+        experts, replayed = router_targets(routes, mask, self.layout.routers, num_experts)
+        replayed = replayed.to(self.device)
+        # One copy for all layers; each router casts its own slice when it gets there.
+        by_layer = experts.transpose(0, 1).contiguous().to(self.device)  # [L, S, K]
+        return {layer: Target(by_layer[i], replayed) for i, layer in enumerate(layers)}
+
+    def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
+        """Write per-slot values to where their tokens lie in the shard, in place."""
+        real = index != PAD
+        shard[self.token_index[index[real]]] = slots[real.to(slots.device)].to(shard)
+
+
+def cut(
+    shard: Batch, plan: Sequence[Sequence[int]], grid: TokenGrid, device: torch.device
+) -> list[MicroBatch]:
+    """Cut a shard by a plan of `rltrain.data.packing`: sequence numbers per micro-batch."""
+    offsets = shard.offsets.tolist()
+    cuts = []
+    for number, rows in enumerate(plan):
+        part = shard.select(rows)
+        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
+        index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+        layout = layout_tokens(part.seq_lens.tolist(), grid)
+        cuts.append(MicroBatch(number, part, index, layout, device))
+    return cuts

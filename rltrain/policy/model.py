@@ -1,0 +1,207 @@
+"""The Megatron model of an architecture on this rank."""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rltrain.config.policy import PolicyConfig, PrecisionConfig
+from rltrain.policy.mesh import Mesh
+from rltrain.policy.torch_backend import torch_block_spec
+from rltrain.weights.architecture import Architecture
+
+
+def build_model(
+    arch: Architecture,
+    policy: PolicyConfig,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    routing_replay: bool,
+    ddp: bool = True,
+    freeze_router: bool = False,
+) -> list[torch.nn.Module]:
+    """The chunks of the model that live on this rank, their weights still to be loaded.
+
+    Every weight but the norms' is NaN, so that one which is never loaded shows at once. Rows that
+    pad the vocabulary to a multiple of tp are zero and stay so: whoever takes a softmax masks
+    the columns from ``arch.vocab_size`` on.
+
+    With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer;
+    without, its parameters ask for no gradient (a reference model).
+    """
+    config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
+    model = GPTModel(
+        config,
+        _block_spec(config, policy, device),
+        vocab_size=arch.padded_vocab_size(mesh.tp_size),
+        max_sequence_length=arch.max_positions,
+        pre_process=mesh.is_first_stage,
+        post_process=mesh.is_last_stage,
+        share_embeddings_and_output_weights=arch.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+    )
+    _zero_vocabulary_padding(model, arch, mesh)
+    _mark_experts(model)
+    if policy.precision.head == "fp32" and mesh.is_last_stage:
+        model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
+    if not ddp:
+        return [model.requires_grad_(False)]
+    if freeze_router:
+        for router in decoder_routers(model).values():
+            router.requires_grad_(False)
+    # A copy of the configuration per wrapper: DDP writes its bucket size into it.
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
+    return [DistributedDataParallel(config, ddp_config, model)]
+
+
+def decoder_routers(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
+    """The routers that a forward pass of this chunk's decoder runs, by 0-based global layer."""
+    model = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    return {layer.layer_number - 1: layer.mlp.router for layer in layers}
+
+
+def params_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
+    if precision.params == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision.params]
+
+
+def uses_transformer_engine(policy: PolicyConfig, device: torch.device) -> bool:
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return installed and device.type == "cuda" and policy.transformer_engine == "auto"
+
+
+def transformer_config(
+    arch: Architecture,
+    policy: PolicyConfig,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    routing_replay: bool,
+) -> TransformerConfig:
+    dtype = params_dtype(policy.precision, device)
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        init_method=_nan_,
+        output_layer_init_method=_nan_,
+        tensor_model_parallel_size=mesh.tp_size,
+        pipeline_model_parallel_size=mesh.pp_size,
+        context_parallel_size=mesh.cp_size,
+        expert_model_parallel_size=mesh.ep_size,
+        expert_tensor_parallel_size=mesh.etp_size,
+        sequence_parallel=mesh.tp_size > 1,
+        # Micro-batches differ in length, over time and between ranks; by this Megatron also refuses
+        # the allgather dispatcher, which needs them equal where experts span ranks.
+        variable_seq_lengths=mesh.ep_size > 1 or mesh.pp_size > 1,
+        # The loss function takes its denominator from outside and divides by itself.
+        calculate_per_token_loss=False,
+        finalize_model_grads_func=finalize_model_grads,
+        **_RECOMPUTE[policy.recompute],
+        **_expert_options(arch, policy, device, routing_replay),
+    )
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def _expert_options(
+    arch: Architecture, policy: PolicyConfig, device: torch.device, routing_replay: bool
+) -> dict[str, Any]:
+    if arch.num_experts == 0:
+        return {}
+    router = policy.precision.router
+    return dict(
+        num_moe_experts=arch.num_experts,
+        moe_ffn_hidden_size=arch.expert_size,
+        moe_layer_freq=[int(i in arch.moe_layers) for i in range(arch.num_layers)],
+        moe_router_topk=arch.experts_per_token,
+        # Softmax over all experts, or over the chosen ones: that is what normalizing them amounts to.
+        moe_router_pre_softmax=not arch.norm_topk_prob,
+        moe_router_dtype=None if router == "params" else router,
+        # Balancing belongs to pre-training: in RL it would move the policy against its objective.
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_bias_update_rate=0.0,
+        moe_token_dispatcher_type=policy.dispatcher,
+        moe_grouped_gemm=True,
+        moe_permute_fusion=uses_transformer_engine(policy, device),
+        moe_enable_routing_replay=routing_replay,
+    )
+
+
+def _block_spec(config: TransformerConfig, policy: PolicyConfig, device: torch.device) -> Any:
+    if uses_transformer_engine(policy, device):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    return torch_block_spec(config, vp_stage=None)
+
+
+def _nan_(weight: torch.Tensor) -> None:
+    torch.nn.init.constant_(weight, float("nan"))
+
+
+def _zero_vocabulary_padding(model: GPTModel, arch: Architecture, mesh: Mesh) -> None:
+    rows = arch.padded_vocab_size(mesh.tp_size) // mesh.tp_size
+    real = max(0, arch.vocab_size - mesh.tp_rank * rows)
+    for name, param in model.named_parameters():
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            param.data[real:] = 0
+
+
+def _mark_experts(model: GPTModel) -> None:
+    """Experts are reduced over the ranks that hold the same experts, whatever the layout.
+
+    Megatron marks them so only for ep > 1. At ep=1, tp>1 each tensor rank sees other tokens, and
+    without the mark their gradients would never be summed. It also reads ``tensor_model_parallel``
+    as "counts in the gradient norm on every rank", which is right: no two ranks own the same shard.
+    """
+    for name, param in model.named_parameters():
+        if ".mlp.experts." in name:
+            param.allreduce = False
+            param.tensor_model_parallel = True
+
+
+def _in_fp32(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let the output head multiply in fp32. kwargs["weight"] is the embedding's where it is tied."""
+    weight = kwargs.get("weight")
+    weight = module.weight if weight is None else weight
+    return (args[0].float(), *args[1:]), {**kwargs, "weight": weight.float()}

@@ -1,0 +1,214 @@
+"""Routing replay on Megatron's routers.
+
+While `tapped` is open, every router of the forwarded model asks its `RouterTap` instead of
+Megatron's own ``RouterReplay.get_replay_topk``, whose queue trusts the schedule's order and checks
+nothing. Taps are found by walking the decoder and keyed by layer, so neither construction order
+nor another model in the process can shift them. Invariants, each checked:
+
+- a forward pass consults every router exactly once, with as many rows as its target has;
+- what a forward pass chose belongs to its micro-batch: recomputation repeats it exactly, whatever
+  order the schedule runs backward passes in;
+- on a clean exit nothing is left over: every micro-batch ran forward once, and was recomputed as
+  often as the configured recomputation reruns a router.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor
+
+_UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What one router must choose for one micro-batch."""
+
+    experts: Tensor  # [S, K] ids in any integer dtype
+    replayed: Tensor  # [S] bool, False lets the row choose live
+
+
+class RouterTap:
+    """Decides for one router: replays its target, notes what it would have chosen itself."""
+
+    def __init__(self, layer: int, recomputations: int) -> None:
+        self.layer = layer
+        self.recomputations = recomputations
+        self.recording = False
+        self.running: int | None = None  # the micro-batch whose forward pass is under way
+        self.target: Target | None = None
+        self.recomputing: int | None = None  # the micro-batch whose backward pass is under way
+        self.num_forwards = 0
+        self.num_recomputed = 0
+        self.native: dict[int, Tensor] = {}  # micro-batch -> [S, K]
+        self.owed: dict[int, Tensor] = {}  # micro-batch -> [S, K], until recomputed
+
+    def __call__(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Same contract as upstream: the scores at the chosen experts, and their ids.  # [S, K] each"""
+        if self.running is None:
+            experts = self._recompute(scores)
+        else:
+            assert default_compute_topk is not None
+            _, native = default_compute_topk(scores, topk, num_groups, group_topk)
+            experts = self._forward(self.running, native)
+        return scores.gather(1, experts), experts
+
+    def _forward(self, micro_batch: int, native: Tensor) -> Tensor:
+        if micro_batch in self.owed or micro_batch in self.native:
+            raise RuntimeError(f"layer {self.layer}: micro-batch {micro_batch} ran forward twice")
+        self.num_forwards += 1
+        if self.recording:
+            self.native[micro_batch] = native
+        experts = native
+        if self.target is not None:
+            if self.target.experts.shape != native.shape:
+                raise RuntimeError(
+                    f"layer {self.layer}, micro-batch {micro_batch}: the router sees rows and experts "
+                    f"{tuple(native.shape)}, but the routes to replay are {tuple(self.target.experts.shape)}"
+                )
+            experts = torch.where(
+                self.target.replayed.unsqueeze(1), self.target.experts.to(native.dtype), native
+            )
+        if self.recomputations:
+            self.owed[micro_batch] = experts
+        return experts
+
+    def _recompute(self, scores: Tensor) -> Tensor:
+        micro_batch = self.recomputing
+        if micro_batch is None or micro_batch not in self.owed:
+            raise RuntimeError(
+                f"layer {self.layer}: a router ran outside of a forward pass, and micro-batch "
+                f"{micro_batch} owes it no recomputation. The recomputation configured and the one "
+                "that runs disagree"
+            )
+        experts = self.owed.pop(micro_batch)
+        if len(experts) != len(scores):
+            raise RuntimeError(
+                f"layer {self.layer}, micro-batch {micro_batch}: recomputation sees {len(scores)} rows, "
+                f"the forward pass saw {len(experts)}"
+            )
+        self.num_recomputed += 1
+        return experts
+
+    def check_consumed(self, num_micro_batches: int) -> None:
+        expected = (num_micro_batches, num_micro_batches * self.recomputations)
+        found = (self.num_forwards, self.num_recomputed)
+        if found != expected:
+            raise RuntimeError(
+                f"layer {self.layer}: expected {expected[0]} forward passes and {expected[1]} "
+                f"recomputations of its router, found {found[0]} and {found[1]}"
+            )
+
+
+class RoutingTaps:
+    """The taps of one model chunk's routers, by layer."""
+
+    def __init__(self, taps: Mapping[int, RouterTap]) -> None:
+        self._taps = taps
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self._taps)
+
+    @contextmanager
+    def forward(self, micro_batch: int, targets: Mapping[int, Target] | None) -> Iterator[None]:
+        """Run the model's forward pass of one micro-batch inside this block.
+
+        Args:
+            targets: by layer, for every layer that has a router; None routes natively.
+        """
+        if targets is not None and set(targets) != set(self._taps):
+            raise RuntimeError(
+                f"routes are given for layers {sorted(targets)}, but the model routes in {self.layers}"
+            )
+        for layer, tap in self._taps.items():
+            tap.running, tap.target = micro_batch, targets[layer] if targets is not None else None
+        try:
+            yield
+        finally:
+            for tap in self._taps.values():
+                tap.running = tap.target = None
+
+    def mark_backward(self, micro_batch: int, output: Tensor) -> None:
+        """Tell the taps, when ``output``'s backward pass begins, whose recomputation follows."""
+
+        def begin(_: Tensor) -> None:
+            for tap in self._taps.values():
+                tap.recomputing = micro_batch
+
+        if output.requires_grad:
+            output.register_hook(begin)
+
+    def recorded(self, micro_batch: int) -> Tensor:
+        """What the routers would choose themselves, layers in order.  # [S, L, K]"""
+        return torch.stack([self._taps[layer].native.pop(micro_batch) for layer in self.layers], dim=1)
+
+
+@contextmanager
+def tapped(
+    routers: Mapping[int, TopKRouter],
+    *,
+    num_micro_batches: int,
+    recomputations: int = 0,
+    record: bool = False,
+) -> Iterator[RoutingTaps]:
+    """Route one pass of ``num_micro_batches`` through taps; nothing of it outlives the block.
+
+    Args:
+        routers: the routers of one forwarded chunk, by layer
+        recomputations: how often the backward pass reruns each router (`num_recomputations`)
+        record: keep every router's own choice for `RoutingTaps.recorded`
+
+    Raises:
+        RuntimeError: a router was skipped, ran twice, or saw other rows than its routes have.
+    """
+    taps = {layer: RouterTap(layer, recomputations) for layer in routers}
+    replays: dict[int, Any] = {layer: _replay_of(layer, router) for layer, router in routers.items()}
+    for layer, replay in replays.items():
+        taps[layer].recording = record
+        replay.get_replay_topk = taps[layer]
+    try:
+        yield RoutingTaps(taps)
+    finally:
+        for replay in replays.values():
+            del replay.get_replay_topk  # uncovers the class's own
+    for tap in taps.values():
+        tap.check_consumed(num_micro_batches)
+
+
+def _replay_of(layer: int, router: TopKRouter) -> RouterReplay:
+    replay = router.router_replay
+    if replay is None:
+        raise RuntimeError(
+            f"layer {layer}: Megatron built this router without RouterReplay; build the model with "
+            "moe_enable_routing_replay=True"
+        )
+    assert "get_replay_topk" not in vars(replay), f"layer {layer}: its router is already tapped"
+    found = tuple(inspect.signature(RouterReplay.get_replay_topk).parameters)[1:]
+    if found != _UPSTREAM:
+        raise RuntimeError(
+            f"Megatron's RouterReplay.get_replay_topk takes {found}, but rltrain was written against "
+            f"{_UPSTREAM}: install a megatron-core version that docs/install.md names"
+        )
+    return replay
+
+
+def num_recomputations(recompute: str) -> int:
+    """How often the backward pass reruns a router under ``policy.recompute``.
+
+    ``full`` reruns whole layers; ``selective`` reruns core attention alone, which holds no router.
+    """
+    return {"none": 0, "selective": 0, "full": 1}[recompute]
