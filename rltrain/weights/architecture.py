@@ -63,11 +63,9 @@ def read_architecture(path: str | Path) -> Architecture:
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(config).__name__}")
+        config = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is not a JSON object: {error}") from error
     return architecture_from_config(config, str(file))
 
 
@@ -99,24 +97,28 @@ def architecture_from_config(config: Mapping[str, Any], where: str) -> Architect
     return Architecture(**shared, **experts)
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Used above or below; each family has these and no other.
-_USED = frozenset(
+_USED = _names(
     "architectures model_type num_hidden_layers hidden_size num_attention_heads "
     "num_key_value_heads head_dim intermediate_size vocab_size rope_theta rope_scaling "
-    "rope_parameters rms_norm_eps tie_word_embeddings max_position_embeddings".split()
+    "rope_parameters rms_norm_eps tie_word_embeddings max_position_embeddings"
 )
-_USED_BY_MOE = frozenset(
+_USED_BY_MOE = _names(
     "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
-    "decoder_sparse_step mlp_only_layers".split()
+    "decoder_sparse_step mlp_only_layers"
 )
 # Metadata, generation, initialisation, and what training with rltrain decides itself (dropout is
 # off, auxiliary losses are ours). `sliding_window` and `max_window_layers` act only with
 # `use_sliding_window`, which must be false.
-_IRRELEVANT = frozenset(
+_IRRELEVANT = _names(
     "_name_or_path _commit_hash transformers_version torch_dtype dtype use_cache bos_token_id "
     "eos_token_id pad_token_id initializer_range attention_dropout output_router_logits "
     "router_aux_loss_coef sliding_window max_window_layers auto_map output_attentions "
-    "output_hidden_states return_dict attn_implementation _attn_implementation".split()
+    "output_hidden_states return_dict attn_implementation _attn_implementation"
 )
 # Fields with the only values (absent is one, too) under which the forward is the one we compute.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

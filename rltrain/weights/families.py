@@ -1,0 +1,21 @@
+"""The families we can load, train and export: one `Layout` each."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from rltrain.weights.architecture import Architecture, FamilyName
+from rltrain.weights.mapping import Layout, Parameter, expand
+from rltrain.weights.qwen3 import QWEN3
+
+LAYOUTS: dict[FamilyName, Layout] = {"qwen3_moe": QWEN3, "qwen3": QWEN3}
+
+
+@lru_cache(maxsize=8)
+def parameters(arch: Architecture) -> tuple[Parameter, ...]:
+    """Every parameter of the model under its global Megatron name, in sending order."""
+    found = expand(LAYOUTS[arch.family], arch)
+    if not arch.tie_embeddings:
+        return found
+    embedding, *_, head = found
+    # A last pipeline stage of its own has an output layer, and it is the embedding once more.
+    return (*found[:-1], replace(head, tensors=embedding.tensors, copy=True))

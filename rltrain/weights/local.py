@@ -1,0 +1,73 @@
+"""Which of the model's parameters this rank holds."""
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.mapping import Placement
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
+_EXPERT = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+_WRAPPERS = re.compile(r"^(module\.)+")
+
+
+def local_parameters(
+    chunks: Sequence[nn.Module], arch: Architecture, placement: Placement
+) -> dict[str, nn.Parameter]:
+    """Global Megatron name -> the parameter that this rank holds of it, perhaps only a cut of it.
+
+    ``chunks`` are this rank's Megatron models, one for each virtual pipeline stage, wrapped in DDP
+    or not. Layer numbers come from the layers themselves (``layer_number``, global, from 1), so
+    uneven and interleaved stages need no arithmetic here.
+    """
+    if arch.num_experts % placement.ep.size:
+        raise ValueError(
+            f"{arch.num_experts} experts cannot be shared out over ep={placement.ep.size}; "
+            "choose an ep that divides them"
+        )
+    first_expert = placement.ep.rank * (arch.num_experts // placement.ep.size)
+    found: dict[str, nn.Parameter] = {}
+    for chunk in chunks:
+        layers = _layer_numbers(chunk)
+        for wrapped, parameter in chunk.named_parameters():
+            name = _WRAPPERS.sub("", wrapped)
+            name = _LAYER.sub(lambda m, layers=layers: f"decoder.layers.{layers[m[1]]}", name)  # type: ignore[misc]
+            name = _EXPERT.sub(lambda m: str(first_expert + int(m[1])), name)
+            assert name not in found, f"two parameters are {name}"
+            found[name] = parameter
+    _check(found, arch, placement)
+    return found
+
+
+def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
+    """Layer number within the chunk, as its name has it -> number in the whole model, from 0."""
+    numbers = {}
+    for wrapped, module in chunk.named_modules():
+        name = _WRAPPERS.sub("", wrapped)
+        if (match := _LAYER.match(name)) and match.end() == len(name):
+            number = module.layer_number
+            assert isinstance(number, int)
+            numbers[match[1]] = number - 1
+    return numbers
+
+
+def _check(found: dict[str, nn.Parameter], arch: Architecture, placement: Placement) -> None:
+    """The model and the map agree on what there is, so that nothing is left out silently."""
+    every = {parameter.name: parameter for parameter in parameters(arch)}
+    if unknown := sorted(found.keys() - every.keys()):
+        raise ValueError(f"{arch.family} has no weights for the model's {', '.join(unknown[:5])}")
+    layers = {every[name].layer for name in found}
+    share = max(arch.num_experts // placement.ep.size, 1)
+    missing = sorted(
+        parameter.name
+        for parameter in every.values()
+        if parameter.name not in found
+        and not parameter.copy
+        and (parameter.layer in layers if parameter.layer is not None else placement.pp.size == 1)
+        and (parameter.expert is None or parameter.expert // share == placement.ep.rank)
+    )
+    if missing:
+        raise ValueError(f"the model has no parameter for {arch.family}'s {', '.join(missing[:5])}")

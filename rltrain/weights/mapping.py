@@ -1,0 +1,227 @@
+"""How Megatron's parameters are made of Hugging Face tensors, whole or cut over ranks. Pure.
+
+A family is a list of `Rule`s (see `qwen3.py`). `parameters(arch)` spells the rules out for every
+layer and expert, in one fixed order, under Megatron's names with *global* layer and expert
+numbers. `assemble` makes a rank's local tensor from slices of the Hugging Face tensors, and
+`disassemble` makes the Hugging Face tensors from the local tensors of all ranks; the two are
+inverse to each other, bit by bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from rltrain.weights.architecture import Architecture
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Hugging Face tensor in a rule. ``shape`` is made of names that `sizes` knows."""
+
+    name: str
+    shape: str
+    stacked: str | None = None
+    """Where else it may lie: in a tensor ``[experts, rows, columns]`` of all experts of a layer."""
+    rows: tuple[int, int] = (0, 1)
+    """Which rows of ``stacked``: part i of n equal ones."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of Megatron parameter: its name, what it is made of and how it is cut."""
+
+    megatron: str
+    parts: tuple[Part, ...]
+    join: Literal["concat", "qkv"] = "concat"
+    """``concat``: the parts below one another. ``qkv``: per key-value head, its queries, its key
+    and its value, as Megatron's ``linear_qkv`` has them."""
+    cut: int | None = None
+    """The dim of every part that tensor parallelism cuts; None: every rank has all of it."""
+    padded: bool = False
+    """Rows of zeros follow where the vocabulary is no multiple of the tensor-parallel size."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rules of one family, by the part of the model they are for."""
+
+    first: tuple[Rule, ...]
+    attention: tuple[Rule, ...]
+    dense: tuple[Rule, ...]
+    moe: tuple[Rule, ...]
+    expert: tuple[Rule, ...]
+    last: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face checkpoint: its classic name and shape, and where else it lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    stacked: str | None
+    rows: tuple[int, int]
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model."""
+
+    name: str
+    tensors: tuple[HfTensor, ...]
+    rule: Rule
+    layer: int | None = None
+    expert: int | None = None
+    copy: bool = False
+    """It holds again what another parameter owns (tied embeddings): loaded, never sent."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on one axis of the process grid. ``group`` is for collectives only."""
+
+    rank: int = 0
+    size: int = 1
+    group: "ProcessGroup | None" = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this rank stands; the default is a single process."""
+
+    tp: Axis = Axis()
+    etp: Axis = Axis()
+    ep: Axis = Axis()
+    pp: Axis = Axis()
+
+    def cut_axis(self, parameter: Parameter) -> Axis:
+        """The axis that cuts this parameter, if its rule says that it is cut."""
+        return self.tp if parameter.expert is None else self.etp
+
+
+def sizes(arch: Architecture) -> dict[str, int]:
+    """The words of a part's ``shape``."""
+    return {
+        "vocab": arch.vocab_size,
+        "hidden": arch.hidden_size,
+        "q": arch.num_heads * arch.head_dim,
+        "kv": arch.num_kv_heads * arch.head_dim,
+        "head": arch.head_dim,
+        "ffn": arch.ffn_size,
+        "experts": arch.num_experts,
+        "expert": arch.expert_size,
+    }
+
+
+def expand(layout: Layout, arch: Architecture) -> tuple[Parameter, ...]:
+    """All parameters of the model, in the order in which they are sent."""
+    size = sizes(arch)
+
+    def spell(rule: Rule, layer: int | None = None, expert: int | None = None) -> Parameter:
+        def fill(name: str) -> str:
+            return name.format(layer=layer, expert=expert)
+
+        tensors = tuple(
+            HfTensor(
+                fill(part.name),
+                tuple(size[word] for word in part.shape.split()),
+                fill(part.stacked) if part.stacked else None,
+                part.rows,
+                expert,
+            )
+            for part in rule.parts
+        )
+        return Parameter(fill(rule.megatron), tensors, rule, layer, expert)
+
+    found = [spell(rule) for rule in layout.first]
+    for layer in range(arch.num_layers):
+        is_moe = layer in arch.moe_layers
+        rules = layout.attention + (layout.moe if is_moe else layout.dense)
+        found += [spell(rule, layer) for rule in rules]
+        experts = range(arch.num_experts if is_moe else 0)
+        found += [spell(rule, layer, e) for rule in layout.expert for e in experts]
+    return (*found, *(spell(rule) for rule in layout.last))
+
+
+Read = Callable[[HfTensor, int, int, int], Tensor]
+"""(tensor, dim, start, stop) -> that slice of it."""
+
+
+def assemble(parameter: Parameter, read: Read, arch: Architecture, axis: Axis) -> Tensor:
+    """The tensor that rank ``axis.rank`` of ``axis.size`` holds; reads no more than it needs."""
+    rule = parameter.rule
+    if rule.cut is None or axis.size == 1:
+        return _join([read(t, 0, 0, t.shape[0]) for t in parameter.tensors], rule, arch)
+    if _is_cut_inside_groups(rule, arch, axis.size):
+        whole = _join([read(t, 0, 0, t.shape[0]) for t in parameter.tensors], rule, arch)
+        return whole.chunk(axis.size)[axis.rank]
+    slices = []
+    for tensor in parameter.tensors:
+        length = tensor.shape[rule.cut]
+        if length % axis.size and not rule.padded:
+            raise ValueError(
+                f"{tensor.name}: dim {rule.cut} of shape {list(tensor.shape)} cannot be cut into "
+                f"{axis.size} equal parts; choose a {'etp' if parameter.expert else 'tp'} that "
+                f"divides {length}"
+            )
+        step = -(-length // axis.size)
+        start, stop = (min(rank * step, length) for rank in (axis.rank, axis.rank + 1))
+        part = read(tensor, rule.cut, start, stop)
+        if rule.padded and part.shape[0] < step:
+            part = torch.cat([part, part.new_zeros(step - part.shape[0], *part.shape[1:])])
+        slices.append(part)
+    return _join(slices, rule, arch)
+
+
+def disassemble(
+    parameter: Parameter, shards: Sequence[Tensor], arch: Architecture
+) -> list[tuple[str, Tensor]]:
+    """The named Hugging Face tensors, from the local tensors of all ranks of the cutting axis.
+
+    A parameter that is not cut is given as one shard. The results are contiguous and may share
+    memory with the shards.
+    """
+    rule = parameter.rule
+    if _is_cut_inside_groups(rule, arch, len(shards)):
+        shards = [torch.cat(list(shards))]
+    pieces = [_unjoin(shard, parameter, arch) for shard in shards]
+    named = []
+    for tensor, *parts in zip(parameter.tensors, *pieces, strict=True):
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=rule.cut or 0)
+        if rule.padded:
+            whole = whole[: tensor.shape[0]]
+        assert whole.shape == tensor.shape, (parameter.name, tensor, whole.shape)
+        named.append((tensor.name, whole.contiguous()))
+    return named
+
+
+def _is_cut_inside_groups(rule: Rule, arch: Architecture, size: int) -> bool:
+    """More ranks than key-value heads: Megatron cuts the joined tensor, through the groups."""
+    return rule.join == "qkv" and arch.num_kv_heads % size != 0
+
+
+def _join(parts: list[Tensor], rule: Rule, arch: Architecture) -> Tensor:
+    if rule.join == "qkv":
+        groups = parts[1].shape[0] // arch.head_dim
+        grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _unjoin(tensor: Tensor, parameter: Parameter, arch: Architecture) -> list[Tensor]:
+    if parameter.rule.join == "qkv":
+        queries = arch.num_heads // arch.num_kv_heads * arch.head_dim
+        groups = tensor.reshape(-1, queries + 2 * arch.head_dim, *tensor.shape[1:])
+        parts = torch.split(groups, [queries, arch.head_dim, arch.head_dim], dim=1)
+        return [part.flatten(0, 1) for part in parts]
+    if len(parameter.tensors) == 1:
+        return [tensor]
+    rows = [t.shape[0] for t in parameter.tensors]
+    return list(torch.split(tensor, [n * tensor.shape[0] // sum(rows) for n in rows]))

@@ -1,0 +1,121 @@
+"""The policy's side of weight sync: every tensor of the model, whole, under its Hugging Face name.
+
+Export to a folder and sync to the rollout engine both go through `full_tensors`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.local import local_parameters
+from rltrain.weights.mapping import Axis, Parameter, Placement, disassemble
+
+
+def weights_of(parameter: nn.Parameter) -> Tensor:
+    return parameter.data
+
+
+@torch.no_grad()
+def full_tensors(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    placement: Placement,
+    dtype: torch.dtype,
+    value: Callable[[nn.Parameter], Tensor] = weights_of,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, full tensor in ``dtype``), the same on every rank.
+
+    Collective over the groups of ``placement``: all ranks must run the iterator to its end, in
+    step. The order is fixed by architecture and ``ep``. What is held at a time is one parameter,
+    or one expert of each expert-parallel rank. The tensors are contiguous; they may be the
+    parameters themselves or share memory with each other, so copy what is to outlive the next
+    optimizer step, and write to none.
+
+    ``value`` picks what is gathered of a parameter: its weights, or anything of the same shape,
+    like ``lambda p: p.main_grad``.
+    """
+    held = local_parameters(chunks, arch, placement)
+    owned = [parameter for parameter in parameters(arch) if not parameter.copy]
+    stages = _stages(owned, held, placement.pp)
+    for batch in _batches(owned, placement.ep.size):
+        stage = stages[batch[0].name]
+        if stage == placement.pp.rank:
+            named = _gather(batch, held, arch, placement, dtype, value)
+        else:
+            device = next(iter(held.values())).device
+            named = _empty(batch, dtype, device)
+        for _, tensor in named if placement.pp.size > 1 else ():
+            dist.broadcast(tensor, group=placement.pp.group, group_src=stage)
+        yield from named
+
+
+def _stages(
+    owned: Sequence[Parameter], held: Mapping[str, nn.Parameter], pp: Axis
+) -> dict[str, int]:
+    """Megatron name -> the pipeline stage that has it."""
+    layers = {parameter.layer for parameter in owned if parameter.name in held}
+    mine = [p.name in held if p.layer is None else p.layer in layers for p in owned]
+    if pp.size == 1:
+        assert all(mine)
+        return dict.fromkeys((parameter.name for parameter in owned), 0)
+    device = next(iter(held.values())).device
+    stage = torch.where(torch.tensor(mine, device=device), pp.rank, pp.size)
+    dist.all_reduce(stage, op=dist.ReduceOp.MIN, group=pp.group)
+    assert int(stage.max()) < pp.size, "no pipeline stage has some of the parameters"
+    return {p.name: n for p, n in zip(owned, stage.tolist(), strict=True)}
+
+
+def _batches(owned: Sequence[Parameter], ep: int) -> Iterator[list[Parameter]]:
+    """What is gathered at a time: one parameter, or one expert of each expert-parallel rank."""
+    for (_, rule), group in groupby(owned, key=lambda p: (p.layer, p.rule)):
+        found = list(group)
+        if found[0].expert is None:
+            assert len(found) == 1, rule
+            yield found
+        else:
+            num_local = len(found) // ep
+            yield from (found[local::num_local] for local in range(num_local))
+
+
+def _gather(
+    batch: Sequence[Parameter],
+    held: Mapping[str, nn.Parameter],
+    arch: Architecture,
+    placement: Placement,
+    dtype: torch.dtype,
+    value: Callable[[nn.Parameter], Tensor],
+) -> list[tuple[str, Tensor]]:
+    """The Hugging Face tensors of a batch, on the ranks of the stage that has it."""
+    ep = placement.ep if batch[0].expert is not None else Axis()
+    mine = batch[ep.rank]
+    local = value(held[mine.name]).detach().to(dtype).contiguous()
+    cut = placement.cut_axis(mine) if mine.rule.cut is not None else Axis()
+    by_cut_then_expert = [_all_gather(shard, ep) for shard in _all_gather(local, cut)]
+    return [
+        named
+        for parameter, shards in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
+        for named in disassemble(parameter, shards, arch)
+    ]
+
+
+def _all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
+    if axis.size == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(axis.size)]
+    dist.all_gather(gathered, tensor, group=axis.group)
+    return gathered
+
+
+def _empty(
+    batch: Sequence[Parameter], dtype: torch.dtype, device: torch.device
+) -> list[tuple[str, Tensor]]:
+    return [
+        (tensor.name, torch.empty(tensor.shape, dtype=dtype, device=device))
+        for parameter in batch
+        for tensor in parameter.tensors
+    ]
