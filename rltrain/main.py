@@ -12,33 +12,35 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.config import Config
-from rltrain.config.errors import ConfigError, nearest, unknown_key, validate
+from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.files import save
-from rltrain.config.reference import keys, sections
+from rltrain.config.groups import Groups, conf_folder, find_groups, summary
+from rltrain.config.overrides import Override, check
+from rltrain.config.reference import keys
 
 PROGRAM = "python -m rltrain.main"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; the exit status is 2 for a bad request, 1 for a bad run."""
+    """Run what the command line asks for. Exit status: 2 for a bad request, 1 for a bad run."""
     argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        arguments = parse(argv)
+        arguments = parse_arguments(argv)
         if arguments.help or not argv:
-            sys.stdout.write(help_text(arguments.config_dir))
+            sys.stdout.write(help_text(find_groups(arguments.config_dir)))
             return 0
         config = compose(arguments.overrides, arguments.config_dir)
         if arguments.cfg:
@@ -85,9 +87,6 @@ def start_folder(config: Config) -> Config:
     return config.model_copy(update={"trainer": trainer})
 
 
-# Composing.
-
-
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
     """The validated configuration of Hydra overrides such as ``+recipe=grpo_moe_r3``.
 
@@ -97,98 +96,56 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     Raises:
         ConfigError: in words of ours, whoever noticed the mistake.
     """
-    check_overrides(overrides, groups(config_dir))
-    ConfigStore.instance().store(name="schema", node=Config().model_dump(mode="json"))
+    groups = find_groups(config_dir)
+    check([parse_override(text) for text in overrides], groups)
+    ConfigStore.instance().store(name="schema", node=schema_node())
     search = [f"hydra.searchpath=[{config_dir.absolute().as_uri()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             composed = hydra_compose("config", overrides=[*overrides, *search])
-        values = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error).partition("\n")[0]) from error
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(reword(error)) from error
     assert isinstance(values, dict)
-    check_filled_in(values)
+    if "recipe" in values:
+        raise ConfigError("recipe: its file must begin with the line '# @package _global_'")
     return validate({str(key): value for key, value in values.items()})
 
 
-def conf_folder() -> Path:
-    """``conf/`` of the installed package, or of the source checkout around it."""
-    package = Path(__file__).parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise ConfigError(f"expected conf/config.yaml in {package} or beside it, found neither: reinstall")
+def reword(error: Exception) -> str:
+    """An error of Hydra or OmegaConf about a file, without what only they need."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}: there is no option {option}. {nearest(option, error.options)}"
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "\n".join(line for line in lines if "object_type=" not in line)
 
 
-def groups(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
-    """Group name to option name to file, of ``conf/`` and of ``config_dir``."""
-    if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir: expected a folder, found none at {config_dir}")
-    found: dict[str, dict[str, Path]] = {}
-    for folder in (conf_folder(), config_dir):
-        for file in sorted(folder.glob("*/*.yaml")) if folder else ():
-            found.setdefault(file.parent.name, {})[file.stem] = file
-    return found
+def schema_node() -> DictConfig:
+    """Hydra's base node: all defaults. Free dictionaries take new keys without a plus."""
+    node = OmegaConf.create(Config().model_dump(mode="json"))
+    for key in keys():
+        if key.free:
+            OmegaConf.set_struct(OmegaConf.select(node, key.name), False)
+    return node
 
 
-def check_overrides(overrides: Sequence[str], options: dict[str, dict[str, Path]]) -> None:
-    """Refuse what Hydra would refuse in its own words, or take for something else."""
+def parse_override(text: str) -> Override:
     try:
-        parsed = [OverridesParser.create().parse_override(text) for text in overrides]
-    except OverrideParseException as error:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{error.override}: expected an override such as trainer.steps=5 or +recipe=NAME, "
-            f"found something else ({error.message.partition(chr(10))[0]})"
+            f"{text}: expected name=value such as trainer.steps=5 or +recipe=NAME ({reason})"
         ) from error
-    for override in parsed:
-        name = override.key_or_group
-        if override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line}: a run takes one value of {name}; start one run for each"
-            )
-        if name in options and not isinstance(override.value(), dict):
-            check_choice(override, options[name])
-        else:
-            check_key(override, options)
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{text}: a run takes one value; start one run for each")
+    sign = {OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++", OverrideType.DEL: "~"}
+    package = f"@{parsed.package}" if parsed.package is not None else ""
+    return Override(parsed.key_or_group + package, parsed.value(), sign.get(parsed.type, ""))
 
 
-def check_choice(override: Override, options: dict[str, Path]) -> None:
-    """``data=jsonl`` or ``+recipe=grpo_moe_r3``."""
-    name, value = override.key_or_group, override.value()
-    if value not in options:
-        found = nearest(str(value), options)
-        raise ConfigError(f"{name}={value}: there is no conf/{name}/{value}.yaml. {found}")
-    if name == "recipe" and not override.is_add():
-        raise ConfigError(f"recipe={value}: a recipe is added with a plus: +recipe={value}")
-    if name != "recipe" and override.is_add():
-        raise ConfigError(f"+{name}={value}: {name} always has a choice: write {name}={value}")
-
-
-def check_key(override: Override, options: dict[str, dict[str, Path]]) -> None:
-    """``trainer.steps=5``, or ``+rollout.engine_args.name=value`` below a free dictionary."""
-    name = override.key_or_group
-    known = {key.name: key for key in keys()}
-    if any(key.free and name.startswith(f"{key.name}.") for key in known.values()):
-        return
-    if name not in known and name not in set(sections()):
-        close = [*known, *options]
-        raise ConfigError(f"{name}: there is no such key. {nearest(name, close)}")
-    if override.is_add():
-        raise ConfigError(f"+{name}: the key exists already: write it without the plus")
-
-
-def check_filled_in(values: dict[Any, Any], prefix: str = "") -> None:
-    for key, value in values.items():
-        if value == "???":
-            raise ConfigError(f"{prefix}{key}: the chosen group needs a value: set {prefix}{key}=...")
-        if isinstance(value, dict):
-            check_filled_in(value, f"{prefix}{key}.")
-
-
-# The command line.
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
@@ -197,34 +154,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def help_text(config_dir: Path | None) -> str:
-    options = groups(config_dir)
-    recipes = options.pop("recipe")
-    lines = [
-        f"usage: {PROGRAM} +recipe=NAME [key=value ...] [--cfg job] [--config-dir FOLDER]",
-        "",
-        "recipes:",
-        *(f"  {name:<14} {first_comment(file)}" for name, file in recipes.items()),
-        "",
-        "groups, chosen with name=option:",
-        *(f"  {name:<14} {', '.join(files)}" for name, files in sorted(options.items())),
-        "",
-        "keys, set with name=value (docs/configuration.md and `rltrain keys` list them all):",
-        "  trainer.steps=5 optimizer.lr=1e-4 policy.parallel.tp=2 +rollout.engine_args.max_num_seqs=64",
-        "",
-        "options:",
-        "  --cfg job            print the resolved configuration and stop",
-        "  --config-dir FOLDER  more group files, e.g. FOLDER/recipe/mine.yaml",
-        "",
-        "RLTRAIN_DEBUG=1 shows the traceback of an error.",
-    ]
-    return "\n".join(lines) + "\n"
+def help_text(groups: Groups) -> str:
+    recipes = "\n".join(f"  {name:<14} {summary(file)}" for name, file in groups["recipe"].items())
+    choices = "\n".join(
+        f"  {name:<14} {', '.join(sorted(files))}"
+        for name, files in sorted(groups.items())
+        if name != "recipe"
+    )
+    return f"""usage: {PROGRAM} +recipe=NAME [name=value ...] [--cfg job] [--config-dir FOLDER]
 
+recipes, chosen with +recipe=NAME:
+{recipes}
 
-def first_comment(file: Path) -> str:
-    lines = file.read_text(encoding="utf-8").splitlines()
-    comments = [line[1:].strip() for line in lines if line.startswith("#") and "@package" not in line]
-    return comments[0] if comments else ""
+groups, chosen with GROUP=OPTION:
+{choices}
+
+keys, set with name=value (`rltrain keys` lists them with their types and defaults):
+  trainer.steps=5 optimizer.lr=1e-4 policy.parallel.tp=2 rollout.engine_args.max_num_seqs=64
+
+options:
+  --cfg job            print the resolved configuration and stop
+  --config-dir FOLDER  more group files, e.g. FOLDER/recipe/mine.yaml
+
+RLTRAIN_DEBUG=1 shows the traceback of an error.
+"""
 
 
 if __name__ == "__main__":

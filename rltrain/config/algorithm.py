@@ -27,7 +27,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def a_group_has_something_to_compare(self) -> Self:
         if self.type == "grpo" and self.group_size < 2:
-            raise ValueError("group_size=1 gives GRPO nothing to compare a response with: use 2 or more")
+            raise ValueError(
+                "group_size=1 gives GRPO nothing to compare a response with: use 2 or more"
+            )
         return self
 
 

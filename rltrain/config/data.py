@@ -32,7 +32,7 @@ class DataConfig(Section):
     answer_column: str = "answer"
     task: str | None = None
     """The reasoning-gym task."""
-    task_options: dict[str, Any] = {}
+    task_options: dict[str, Any] = Field(default_factory=dict)
     size: Positive = 6000
     """How many training problems a generated source makes."""
     eval_size: Positive = 512
@@ -61,5 +61,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def reasoning_gym_names_its_task(self) -> Self:
         if self.source == "reasoning_gym" and self.task is None:
-            raise ValueError("source=reasoning_gym needs data.task, e.g. data.task=basic_arithmetic")
+            raise ValueError(
+                "source=reasoning_gym needs data.task, e.g. data.task=basic_arithmetic"
+            )
         return self

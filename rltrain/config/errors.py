@@ -62,20 +62,18 @@ def hint(key: Key, detail: ErrorDetails) -> str:
     return ""
 
 
-def unknown_key(name: str) -> str:
-    return f"{name}: there is no such key. {nearest(name, known_names())}"
-
-
-def known_names() -> list[str]:
-    return [*(key.name for key in keys()), *sections()]
+def unknown_key(name: str, groups: Iterable[str] = ()) -> str:
+    valid = [*(key.name for key in keys()), *(() if "." in name else groups)]
+    return f"{name or '(no name)'}: there is no such key. {nearest(name, valid)}"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The valid names closest to ``name``, or all where none is close."""
+    """The valid names closest to ``name``, or the shortest list to choose from."""
     valid = list(valid)
-    leaf = name.rpartition(".")[2]
+    parent, _, leaf = name.rpartition(".")
     same_leaf = [other for other in valid if other.rpartition(".")[2] == leaf]
-    close = difflib.get_close_matches(name, valid, n=3)
-    if found := list(dict.fromkeys(same_leaf + close))[:3]:
-        return f"Nearest: {', '.join(found)}"
-    return f"Choose from: {', '.join(other for other in valid if '.' not in other)}"
+    close = difflib.get_close_matches(name, valid, n=3, cutoff=0.75)
+    if found := [*sorted(same_leaf, key=lambda other: other.count(".")), *close]:
+        return f"Nearest: {', '.join(list(dict.fromkeys(found))[:3])}"
+    siblings = [other for other in valid if other.rpartition(".")[0] == parent]
+    return f"Choose from: {', '.join(siblings or sorted({o.partition('.')[0] for o in valid}))}"

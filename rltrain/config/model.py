@@ -16,7 +16,7 @@ class WarmStart(Section):
     batch_size: Positive = 128
     lr: Annotated[float, Field(gt=0)] = 3e-3
     num_problems: Positive = 2000
-    """Problems the warm start sees; disjoint from what GRPO trains on and from the held-out ones."""
+    """Problems the warm start sees; disjoint from GRPO's and from the held-out ones."""
 
 
 class TinyModel(Section):
@@ -45,7 +45,8 @@ class TinyModel(Section):
     def experts_per_token_at_most_num_experts(self) -> Self:
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}"
+                f"experts_per_token={self.experts_per_token} is more than "
+                f"num_experts={self.num_experts}"
             )
         return self
 

@@ -18,7 +18,7 @@ class ParallelConfig(Section):
     cp: Positive = 1
     ep: Positive = 1
     etp: Positive = 1
-    """Tensor parallelism inside an expert. Megatron's own default is tp, which nobody has proven."""
+    """Tensor parallelism inside an expert. Megatron's own default, tp, is unproven."""
     dp: Positive = 1
 
     @property
@@ -29,8 +29,9 @@ class ParallelConfig(Section):
     def experts_fit_the_ranks(self) -> Self:
         if (self.tp * self.cp * self.dp) % (self.ep * self.etp):
             raise ValueError(
-                f"ep*etp={self.ep * self.etp} does not divide tp*cp*dp={self.tp * self.cp * self.dp}: "
-                "expert parallelism spans those ranks. Raise dp or lower ep"
+                f"ep*etp={self.ep * self.etp} does not divide "
+                f"tp*cp*dp={self.tp * self.cp * self.dp}: expert parallelism spans those ranks. "
+                "Raise dp or lower ep"
             )
         return self
 
@@ -59,7 +60,7 @@ class PolicyConfig(Section):
     def layouts_that_are_proven(self) -> Self:
         if self.parallel.pp > 1 or self.parallel.cp > 1 or self.parallel.etp > 1:
             raise ValueError(
-                f"pp={self.parallel.pp}, cp={self.parallel.cp}, etp={self.parallel.etp}: this version "
-                "has proven tp, ep and dp only; set pp=1, cp=1 and etp=1"
+                f"pp={self.parallel.pp}, cp={self.parallel.cp}, etp={self.parallel.etp}: this "
+                "version has proven tp, ep and dp only; set pp=1, cp=1 and etp=1"
             )
         return self

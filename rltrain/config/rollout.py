@@ -43,7 +43,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
     kv_cache_gib: Positive = 1
     """CPU only: memory for the KV cache."""
-    engine_args: dict[str, Any] = {}
+    engine_args: dict[str, Any] = Field(default_factory=dict)
     """Anything else vLLM's AsyncEngineArgs takes."""
 
     @model_validator(mode="after")
@@ -58,5 +58,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def engine_args_leave_our_own_alone(self) -> Self:
         if owned := sorted(OWNED_ENGINE_ARGS & self.engine_args.keys()):
-            raise ValueError(f"engine_args may not set {owned}: the trainer sets them from its own keys")
+            raise ValueError(
+                f"engine_args may not set {owned}: the trainer sets them from its own keys"
+            )
         return self

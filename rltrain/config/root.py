@@ -43,8 +43,9 @@ class Config(Section):
         if sequences % self.policy.parallel.dp:
             raise ValueError(
                 f"policy.parallel.dp={self.policy.parallel.dp} does not divide the {sequences} "
-                f"sequences of a mini-batch (trainer.prompts_per_step={self.trainer.prompts_per_step} "
-                f"* {group} per prompt / trainer.mini_batches={self.trainer.mini_batches})"
+                f"sequences of a mini-batch (trainer.prompts_per_step="
+                f"{self.trainer.prompts_per_step} * {group} per prompt / "
+                f"trainer.mini_batches={self.trainer.mini_batches})"
             )
         return self
 
@@ -53,8 +54,9 @@ class Config(Section):
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if longest > self.policy.max_tokens_per_micro_batch:
             raise ValueError(
-                f"policy.max_tokens_per_micro_batch={self.policy.max_tokens_per_micro_batch} is less than "
-                f"one sequence can take ({longest} = data.max_prompt_tokens + rollout.max_response_tokens)"
+                f"policy.max_tokens_per_micro_batch={self.policy.max_tokens_per_micro_batch} is "
+                f"less than one sequence can take ({longest} = data.max_prompt_tokens + "
+                "rollout.max_response_tokens)"
             )
         return self
 

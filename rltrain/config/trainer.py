@@ -20,7 +20,7 @@ class TrainerConfig(Section):
     resume: Literal["auto", "never"] = "never"
     """``auto`` goes on from the newest checkpoint in ``output_dir``."""
     output_dir: str = "outputs/%Y-%m-%d_%H-%M-%S"
-    """Folder of everything the run writes; the time codes of strftime are filled in at its start."""
+    """Folder of everything the run writes; strftime codes are filled in when it starts."""
     check_weight_sync: bool = False
     """After every sync compare all engine tensors bitwise with a fresh engine's. Slow."""
 
@@ -28,8 +28,8 @@ class TrainerConfig(Section):
     def resuming_needs_a_fixed_folder(self) -> Self:
         if self.resume == "auto" and "%" in self.output_dir:
             raise ValueError(
-                f"resume=auto looks for checkpoints in output_dir, and {self.output_dir} is a new folder "
-                "every time: set trainer.output_dir to the folder of the run to go on with"
+                f"resume=auto looks for checkpoints in output_dir, and {self.output_dir} is a new "
+                "folder every time: set trainer.output_dir to the run to go on with"
             )
         return self
 
