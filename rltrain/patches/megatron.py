@@ -88,6 +88,26 @@ def _router_linear(original: Any) -> Any:
     return router_gating_linear
 
 
+def _own_steps(original: Any) -> Any:
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _keep_step(original: Any) -> Any:
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        kept = {"step": state["step"]} if "step" in state else {}
+        original(self, model_param, {**kept, **tensors})
+
+    return _set_main_param_and_optimizer_states
+
+
 def _torch_cpu(name: str, params: tuple[str, ...] | None, reason: str, wrap: Any) -> Patch:
     return Patch(*_TORCH, f"torch{name}", params, reason, _CPU_SUPPORT, wrap)
 
@@ -153,12 +173,36 @@ ROUTER_WITHOUT_TE = Patch(
 )
 
 
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+TORCH_ADAM_PATCHES = (
+    Patch(
+        *_MEGATRON,
+        f"{_OPTIMIZER}.load_state_dict",
+        ("self", "state_dict"),
+        "all states of torch's Adam share one step tensor after loading, which then counts every "
+        "parameter as a step: wrong bias correction, no error",
+        "load_state_dict makes a step tensor per state",
+        _own_steps,
+    ),
+    Patch(
+        *_MEGATRON,
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+        ("self", "model_param", "tensors"),
+        "it reads the step of torch's Adam from a checkpoint that keeps it elsewhere: KeyError",
+        "keys that the checkpoint lacks are skipped",
+        _keep_step,
+    ),
+)
+
+
 def apply_fixes() -> None:
     """Corrections every worker process needs."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         apply(ROUTER_WITHOUT_TE)
+    for patch in TORCH_ADAM_PATCHES:
+        apply(patch)
 
 
 def apply_cpu() -> None:

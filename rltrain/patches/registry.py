@@ -1,7 +1,7 @@
 """Changes to third-party attributes, each with the facts needed to check and to delete it.
 
-A patch is applied once, explicitly, first thing in the process that needs it. It refuses a version
-or a signature it was not read against: a patch that no longer fits must stop the run, not change it.
+A patch is applied once, explicitly, first thing in the process that needs it. It refuses versions
+and signatures it was not read against: where it no longer fits the run must stop, not change.
 """
 
 import importlib
@@ -71,11 +71,11 @@ def _check_version(patch: Patch) -> None:
         if Version(found).base_version not in SpecifierSet(patch.versions):
             raise PatchRefused(
                 f"the patch of {patch.target} was read against {package}{patch.versions}, found "
-                f"{found}: read that version's source, then widen or drop the patch ({patch.reason})"
+                f"{found}: read its source, then widen or drop the patch ({patch.reason})"
             )
         return
     raise PatchRefused(
-        f"the patch of {patch.target} needs {' or '.join(patch.package)}: not installed"
+        f"the patch of {patch.target} needs {' or '.join(patch.package)}, which is not installed"
     )
 
 

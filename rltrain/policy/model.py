@@ -71,7 +71,7 @@ def build_model(
 
 def decoder_routers(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
     """The routers that a forward pass of this chunk's decoder runs, by 0-based global layer."""
-    model = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    model: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
     layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
     return {layer.layer_number - 1: layer.mlp.router for layer in layers}
 
@@ -150,23 +150,23 @@ def _expert_options(
     if arch.num_experts == 0:
         return {}
     router = policy.precision.router
-    return dict(
-        num_moe_experts=arch.num_experts,
-        moe_ffn_hidden_size=arch.expert_size,
-        moe_layer_freq=[int(i in arch.moe_layers) for i in range(arch.num_layers)],
-        moe_router_topk=arch.experts_per_token,
-        # Softmax over all experts, or over the chosen ones: that is what normalizing them amounts to.
-        moe_router_pre_softmax=not arch.norm_topk_prob,
-        moe_router_dtype=None if router == "params" else router,
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": arch.expert_size,
+        "moe_layer_freq": [int(i in arch.moe_layers) for i in range(arch.num_layers)],
+        "moe_router_topk": arch.experts_per_token,
+        # Softmax over all experts, or over the chosen ones, which is what normalizing amounts to.
+        "moe_router_pre_softmax": not arch.norm_topk_prob,
+        "moe_router_dtype": None if router == "params" else router,
         # Balancing belongs to pre-training: in RL it would move the policy against its objective.
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_router_bias_update_rate=0.0,
-        moe_token_dispatcher_type=policy.dispatcher,
-        moe_grouped_gemm=True,
-        moe_permute_fusion=uses_transformer_engine(policy, device),
-        moe_enable_routing_replay=routing_replay,
-    )
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_token_dispatcher_type": policy.dispatcher,
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": uses_transformer_engine(policy, device),
+        "moe_enable_routing_replay": routing_replay,
+    }
 
 
 def _block_spec(config: TransformerConfig, policy: PolicyConfig, device: torch.device) -> Any:
@@ -201,7 +201,7 @@ def _mark_experts(model: GPTModel) -> None:
 
 
 def _in_fp32(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the output head multiply in fp32. kwargs["weight"] is the embedding's where it is tied."""
+    """Let the output head multiply in fp32; ``weight`` is the embedding's where it is tied."""
     weight = kwargs.get("weight")
     weight = module.weight if weight is None else weight
     return (args[0].float(), *args[1:]), {**kwargs, "weight": weight.float()}

@@ -40,7 +40,7 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
         torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
     )
     # Each rank of a tensor group sees its share of the tokens, so its gradient is to be summed.
-    weight.sequence_parallel = config.sequence_parallel
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
 
@@ -115,7 +115,7 @@ class _GroupedLinear(torch.nn.Module):
         return torch.cat([F.linear(part, w) for part, w in zip(parts, weights, strict=True)]), None
 
     def get_extra_state(self) -> None:
-        """Transformer Engine keeps FP8 state here; the key stays so that checkpoints are the same."""
+        """Transformer Engine keeps FP8 state here; the key stays, so checkpoints are the same."""
 
     def set_extra_state(self, state: Any) -> None: ...
 
@@ -130,7 +130,7 @@ class _GroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """As Transformer Engine's grouped linear: one tensor per expert, keyed without its number."""
+        """As Transformer Engine's grouped linear: a tensor per expert, keyed without its number."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         assert not metadata.get("singleton_local_shards", False)
         num_experts = self.groups.ep.size() * self.num_gemms
@@ -178,8 +178,8 @@ class TorchAttention(torch.nn.Module):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         if config.context_parallel_size > 1:
             raise ValueError(
-                f"context_parallel_size={config.context_parallel_size}: the torch backend reads whole "
-                "sequences; set policy.parallel.cp=1 or use Transformer Engine"
+                f"context_parallel_size={config.context_parallel_size}: the torch backend reads "
+                "whole sequences; set policy.parallel.cp=1 or use Transformer Engine"
             )
         self.scale = softmax_scale
 
@@ -193,7 +193,7 @@ class TorchAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query [t, heads, d], key and value [t, kv_heads, d], sequences end to end. [t, heads*d]."""
+        """query [t, heads, d], key and value [t, kv_heads, d], packed. Returns [t, heads * d]."""
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError(
                 "the torch backend reads packed sequences: pass packed_seq_params (thd)"
@@ -202,7 +202,7 @@ class TorchAttention(torch.nn.Module):
         lengths = _lengths(packed_seq_params)
         if sum(lengths) != query.shape[0]:
             raise ValueError(
-                f"cu_seqlens end at {sum(lengths)}, but the micro-batch has {query.shape[0]} tokens: "
+                f"cu_seqlens end at {sum(lengths)}, but there are {query.shape[0]} tokens: "
                 "every token, padding too, belongs to a sequence"
             )
         return packed_causal_attention(query, key, value, lengths, self.scale)
