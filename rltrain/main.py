@@ -29,6 +29,7 @@ from rltrain.config.files import save
 from rltrain.config.groups import Groups, conf_folder, find_groups, summary
 from rltrain.config.overrides import Override, check
 from rltrain.config.reference import keys
+from rltrain.controller.preflight import preflight
 
 PROGRAM = "python -m rltrain.main"
 
@@ -47,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(OmegaConf.to_yaml(config.model_dump(mode="json")))
             return 0
         config = start_folder(config)
-        from rltrain.controller.preflight import preflight
-
         preflight(config)
     except ValueError as error:
         return fail("cannot start", error, 2)

