@@ -1,0 +1,234 @@
+"""The engine's side of weight sync: a vLLM weight transfer backend on shared memory.
+
+vLLM runs the model in worker processes. Naming ``ReceiverExtension`` as the worker extension makes
+each of them import this module, which registers the backend before the model is built.
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(..., **engine_args()))
+
+    await start_sync(engine)                  # no request may be running
+    for bucket in buckets:                    # transport.Bucket, written by the policy's rank 0
+        await load_bucket(engine, bucket)     # the writer may go on when this returns
+    await finish_sync(engine)                 # checks completeness, resets the prefix cache
+
+A sync that fails leaves the engine with half-loaded weights: end the run or start a new engine.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rltrain.patches import vllm as vllm_patches
+from rltrain.weights.digest import model_digest
+from rltrain.weights.transport import Bucket, TensorEntry, read_bucket
+
+BACKEND = "rltrain_shm"
+
+
+def engine_args() -> dict[str, Any]:
+    """What the engine must be started with to receive weights."""
+    return {
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{__name__}.{ReceiverExtension.__name__}",
+    }
+
+
+async def start_sync(engine: AsyncLLM) -> None:
+    """Make the engine ready for the first bucket."""
+    if engine.output_processor.has_unfinished_requests():
+        raise RuntimeError(
+            "weight sync began while requests are running, whose KV cache would mix two sets of "
+            "weights: wait for them or abort them first"
+        )
+    await engine.start_weight_update()
+
+
+async def load_bucket(engine: AsyncLLM, bucket: Bucket) -> None:
+    """Read one bucket in every worker; its segment is free again when this returns."""
+    await engine.update_weights(WeightTransferUpdateRequest(update_info=dict(bucket)))
+
+
+async def finish_sync(engine: AsyncLLM) -> None:
+    """Check that every weight arrived, put the new ones in use and forget cached prefixes."""
+    await engine.finish_weight_update()
+    if not await engine.reset_prefix_cache():
+        raise RuntimeError("prefix cache not reset after weight sync: requests are still running")
+
+
+async def engine_digest(engine: AsyncLLM) -> dict[str, str]:
+    """Digest by name of all engine tensors; with several workers names begin with ``rank<n>.``."""
+    by_rank: list[dict[str, str]] = await engine.collective_rpc("weight_digest")
+    if len(by_rank) == 1:
+        return by_rank[0]
+    return {
+        f"rank{n}.{name}": digest for n, rank in enumerate(by_rank) for name, digest in rank.items()
+    }
+
+
+class ReceiverExtension:
+    """What vLLM mixes into its worker class; callable by ``collective_rpc``."""
+
+    model_runner: Any
+
+    def weight_digest(self) -> dict[str, str]:
+        return model_digest(self.model_runner.get_model())
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Shared memory needs no rendezvous."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """A ``transport.Bucket``."""
+
+    index: int
+    segment: str | None
+    last: bool
+    tensors: list[TensorEntry]
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Loads buckets of checkpoint tensors by layerwise reload, and refuses an incomplete set."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._received: set[str] = set()
+        self._next_bucket = 0
+        self._is_last_loaded = False
+        self._is_half_loaded = False
+        if device.type == "cpu":
+            vllm_patches.apply_cpu()
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if self._is_half_loaded:
+            raise RuntimeError(
+                "an earlier weight sync failed and left this engine half-loaded: start a new engine"
+            )
+        self._received = set()
+        self._next_bucket = 0
+        self._is_last_loaded = False
+        self._is_half_loaded = True
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # vLLM's own raises where there is no accelerator
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        if update_info.index != self._next_bucket or self._is_last_loaded:
+            raise ValueError(
+                f"weight sync: expected bucket {self._next_bucket}, found {update_info.index}: "
+                "deliver every bucket once and in order"
+            )
+        bucket = Bucket(
+            index=update_info.index,
+            segment=update_info.segment,
+            last=update_info.last,
+            tensors=update_info.tensors,
+        )
+        names = Counter(entry["name"] for entry in bucket["tensors"]) + Counter(self._received)
+        if repeated := sorted(name for name, count in names.items() if count > 1):
+            raise ValueError(f"weight sync: tensors sent twice: {repeated}")
+        tensors = list(read_bucket(bucket))  # all checked before any is loaded
+        self.model.load_weights(tensors)
+        self._received.update(names)
+        self._next_bucket += 1
+        self._is_last_loaded = bucket["last"]
+
+    def finish_weight_update(self) -> None:
+        if not self._is_last_loaded:
+            raise ValueError(
+                f"weight sync: finished after {self._next_bucket} buckets, none of them the last: "
+                "deliver every bucket before finishing"
+            )
+        self._check_complete()
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._is_half_loaded = False
+
+    def shutdown(self) -> None:
+        pass
+
+    def _check_complete(self) -> None:
+        """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
+        unfilled = unfilled_modules(self.model)
+        required = checkpoint_names(Path(self.model_config.model))
+        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            required -= {"lm_head.weight"}
+        # The names tell only where sender and checkpoint call tensors the same.
+        missing = required - self._received if self._received <= required else frozenset()
+        if unfilled or missing:
+            raise ValueError(
+                f"weight sync is incomplete: received {len(self._received)} tensors, missing "
+                f"{sorted(missing)[:8] or 'unknown names'} ({len(missing)} in all); engine modules "
+                f"not filled: {unfilled[:8]}. Send every tensor of the checkpoint, to a new engine"
+            )
+
+
+def unfilled_modules(model: torch.nn.Module) -> list[str]:
+    """Modules of a model under layerwise reload that got fewer elements than their parameters hold.
+
+    Returns: ``name (received of needed elements)``.
+    """
+    unfilled = []
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if not info.can_load():  # complete, and already processed
+            continue
+        needed = sum(p.numel() for p in module.parameters(recurse=False)) - _padding(module)
+        if info.load_numel < needed:
+            unfilled.append(f"{name} ({info.load_numel} of {needed} elements)")
+    return unfilled
+
+
+def checkpoint_names(folder: Path) -> frozenset[str]:
+    """Names of the tensors in a Hugging Face folder; empty if it has no safetensors."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return frozenset(names)
+
+
+def _padding(module: torch.nn.Module) -> int:
+    """Elements that a vocabulary layer holds beyond the model's own vocabulary."""
+    if not isinstance(module, VocabParallelEmbedding):
+        return 0
+    rows = module.weight.shape[0] - module.shard_indices.num_org_elements
+    return rows * (module.weight.numel() // module.weight.shape[0])
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, ShmWeightTransferEngine)
