@@ -68,7 +68,7 @@ def run(config: Config) -> int:
     except (ValueError, RuntimeError) as error:
         log = Path(config.trainer.output_dir) / "error.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")
-        return fail(f"stopped ({log} has the details)", getattr(error, "cause", error), 1)
+        return fail(f"stopped ({log} has the details)", getattr(error, "cause", None) or error, 1)
     return 0
 
 
@@ -133,9 +133,11 @@ def parse_override(text: str) -> Override:
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        reason = str(error).partition("\n")[0]
+        name, equals, value = text.partition("=")
+        advice = f"quote a value with special characters: {name}=\"'{value}'\""
         raise ConfigError(
-            f"{text}: expected name=value such as trainer.steps=5 or +recipe=NAME ({reason})"
+            f"{text}: expected name=value such as trainer.steps=5 or +recipe=NAME, found "
+            f"{str(error).partition(chr(10))[0]}{'; ' + advice if equals else ''}"
         ) from error
     if parsed.is_sweep_override():
         raise ConfigError(f"{text}: a run takes one value; start one run for each")

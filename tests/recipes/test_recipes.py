@@ -1,0 +1,96 @@
+"""Every recipe composes, and says nothing that a choice on the command line could not change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rltrain.config.groups import conf_folder, find_groups
+from rltrain.main import compose
+
+GROUPS = find_groups()
+RECIPES = GROUPS["recipe"]
+OPTIONS = [
+    (group, option) for group, options in GROUPS.items() if group != "recipe" for option in options
+]
+NEEDED = {
+    ("data", "jsonl"): ["data.path=x"],
+    ("data", "parquet"): ["data.path=x"],
+    ("data", "huggingface"): ["data.path=x"],
+    ("data", "reasoning_gym"): ["data.task=basic_arithmetic"],
+}
+"""What an option asks for besides."""
+
+
+def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    return {
+        name: leaf
+        for key, value in values.items()
+        if key != "defaults"
+        for name, leaf in leaves(value, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+def read(file: Path) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text()) or {}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_composes_and_validates(recipe: str) -> None:
+    compose([f"+recipe={recipe}"])
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_composes_and_validates(group: str, option: str) -> None:
+    compose([f"{group}={option}", *NEEDED.get((group, option), [])])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "algorithm", "mode"),
+    [
+        ("grpo_moe_r3", "grpo", "r3"),
+        ("grpo_moe_r2", "grpo", "r2"),
+        ("grpo_moe_off", "grpo", "off"),
+        ("sft_tiny", "sft", "off"),
+    ],
+)
+def test_a_recipe_is_what_its_name_says(recipe: str, algorithm: str, mode: str) -> None:
+    config = compose([f"+recipe={recipe}"])
+    assert (config.algorithm.type, config.routing_replay.mode) == (algorithm, mode)
+
+
+def test_the_three_grpo_recipes_differ_in_replay_alone() -> None:
+    r3, r2, off = (
+        compose([f"+recipe=grpo_moe_{mode}"]).model_dump(exclude={"routing_replay"})
+        for mode in ("r3", "r2", "off")
+    )
+    assert r3 == r2 == off
+
+
+def test_no_file_repeats_a_default() -> None:
+    """The schema owns the defaults; a file holds differences."""
+    from rltrain.config.reference import keys
+
+    defaults = {key.name: key.default for key in keys()}
+    for group, options in GROUPS.items():
+        for file in options.values():
+            for name, value in leaves(read(file), "" if group == "recipe" else group).items():
+                assert name == group or value != defaults[name], f"{file} repeats {name}={value}"
+
+
+def test_no_recipe_sets_what_a_group_sets() -> None:
+    """Recipes are merged last: such a key would make GROUP=OPTION do nothing."""
+    by_groups = {
+        name for group, option in OPTIONS for name in leaves(read(GROUPS[group][option]), group)
+    }
+    for file in RECIPES.values():
+        assert not by_groups & leaves(read(file)).keys(), file
+
+
+def test_config_yaml_has_a_choice_for_every_group() -> None:
+    defaults = yaml.safe_load((conf_folder() / "config.yaml").read_text())["defaults"]
+    chosen = {name for entry in defaults if isinstance(entry, dict) for name in entry}
+    assert chosen == GROUPS.keys() - {"recipe"}

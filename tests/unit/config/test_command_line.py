@@ -1,0 +1,169 @@
+"""What a user types: composed by Hydra, answered in our own words, before anything starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rltrain.config import Config
+from rltrain.config.errors import ConfigError
+from rltrain.config.groups import conf_folder
+from rltrain.config.reference import keys, show
+from rltrain.main import compose, main, start_folder
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_nothing_chosen_is_the_schema() -> None:
+    assert compose() == Config()
+
+
+def test_every_key_can_be_overridden_without_a_plus() -> None:
+    quoted = [f"{key.name}='{key.default}'" for key in keys() if isinstance(key.default, str)]
+    plain = [
+        f"{key.name}={show(key.default)}" for key in keys() if not isinstance(key.default, str)
+    ]
+    assert compose(quoted + plain) == Config()
+
+
+def test_a_dictionary_takes_any_key() -> None:
+    config = compose(["rollout.engine_args.max_num_seqs=64", "+data.task_options.max_terms=3"])
+    assert config.rollout.engine_args == {"max_num_seqs": 64}
+    assert config.data.task_options == {"max_terms": 3}
+
+
+def test_a_group_chosen_on_the_command_line_wins_over_the_recipe() -> None:
+    assert compose(["+recipe=grpo_moe_r3", "routing_replay=r2"]).routing_replay.mode == "r2"
+    assert compose(["+recipe=grpo_moe_r3", "routing_replay.mode=off"]).routing_replay.mode == "off"
+
+
+MISTAKES = [
+    ("trainer.stpes=5", "trainer.stpes: there is no such key. Nearest: trainer.steps"),
+    ("+trainer.stpes=5", "Nearest: trainer.steps"),
+    ("++trainer.stpes=5", "Nearest: trainer.steps"),
+    ("trainer={stpes:5}", "trainer.stpes: there is no such key"),
+    ("lr=3", "lr: there is no such key. Nearest: optimizer.lr"),
+    ("hydra.run.dir=x", "hydra.run.dir: there is no such key"),
+    ("trainer.steps=five", "trainer.steps: expected integer > 0, found five"),
+    ("trainer.steps=-1", "trainer.steps: expected integer > 0, found -1"),
+    ("+trainer.steps=5", "write it without the plus"),
+    ("~trainer.steps", "nothing can be taken out"),
+    ("+recipe=grpo_moe_r4", "there is no such recipe. Nearest: grpo_moe_r3"),
+    ("recipe=grpo_moe_r3", "+recipe=grpo_moe_r3"),
+    ("data=json", "there is no such data. Nearest: jsonl"),
+    ("data=null", "there is no such data. Choose from: arithmetic"),
+    ("+data=jsonl", "write data=jsonl"),
+    ("data=[jsonl,parquet]", "there is no such data"),
+    ("data@eval=jsonl", "data@eval: there is no such key"),
+    ("data=jsonl", "set data.path"),
+    ("trainer.steps", "trainer.steps: expected name=value"),
+    ("trainer.steps=[1", "expected name=value"),
+    ("model.path=~/m", "quote a value with special characters: model.path=\"'~/m'\""),
+    ("=3", "(no name): there is no such key"),
+    ("trainer.steps=1,2", "a run takes one value"),
+    ("trainer.steps=${foo}", "Interpolation key 'foo' not found\n  full_key: trainer.steps"),
+    ("trainer.output_dir=${oc.env:RLTRAIN_NOT_SET}", "RLTRAIN_NOT_SET"),
+    ("policy=ep2 policy.parallel.dp=1", "(rule: experts fit the ranks)"),
+    ("+recipe=grpo_moe_r3 +recipe=sft_tiny", "recipe: expected one choice, found 2"),
+    ("--config-dir /nowhere", "--config-dir: expected a folder, found none at /nowhere"),
+]
+
+
+@pytest.mark.parametrize(("line", "answer"), MISTAKES)
+def test_a_mistake_ends_at_once_in_our_words(
+    line: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("rltrain: cannot start\n")
+    assert answer in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "answer"),
+    [
+        ("trainer:\n  stpes: 3\n", "trainer.stpes: there is no such key. Nearest: trainer.steps"),
+        ("routing_replay:\n  mode: off\n", 'write "off"'),
+        ("trainer:\n  steps: : 3\n", "mine.yaml"),
+        ("defaults:\n  - override /model: tinny\n", "model: there is no option tinny"),
+        ("defaults:\n  - override /modle: tiny\n", "modle"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(recipe: str, answer: str, tmp_path: Path) -> None:
+    write_recipe(tmp_path, "# @package _global_\n" + recipe)
+    with pytest.raises(ConfigError) as refused:
+        compose(["+recipe=mine"], tmp_path)
+    assert answer in str(refused.value)
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "# @package _global_\ndefaults: [grpo_moe_r3]\ntrainer:\n  steps: 3\n")
+    config = compose(["+recipe=mine"], tmp_path)
+    assert (config.trainer.steps, config.routing_replay.mode) == (3, "r3")
+    write_recipe(tmp_path, "trainer:\n  steps: 3\n")
+    with pytest.raises(ConfigError, match="must begin with the line '# @package _global_'"):
+        compose(["+recipe=mine"], tmp_path)
+
+
+def write_recipe(folder: Path, text: str) -> None:
+    (folder / "recipe").mkdir(exist_ok=True)
+    (folder / "recipe" / "mine.yaml").write_text(text)
+
+
+def test_help_lists_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for file in conf_folder().glob("*/*.yaml"):
+        assert file.parent.name in printed
+        assert file.stem in printed
+    assert main([]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_cfg_job_prints_the_configuration_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["+recipe=grpo_moe_r3", "--cfg", "job"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert Config.model_validate(printed) == compose(["+recipe=grpo_moe_r3"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_output_folder_is_absolute_and_has_the_time_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(start_folder(compose()).trainer.output_dir)
+    assert folder.parent == tmp_path / "outputs"
+    assert "%" not in folder.name
+    assert len(folder.name) == len("2026-01-02_03-04-05")
+
+
+def test_a_mistake_is_answered_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import sys; from rltrain.main import main; status = main(['trainer.stpes=5'])\n"
+        "heavy = {'torch', 'ray', 'vllm', 'megatron', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'{status} {heavy}')"
+    )
+    assert last_line(code) == "2 set()"
+
+
+def test_the_schema_imports_neither_torch_nor_hydra() -> None:
+    code = (
+        "import sys, rltrain.config, rltrain.config.errors, rltrain.config.overrides\n"
+        "sys.exit(str({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    )
+    assert last_line(code) == "set()"
+
+
+def last_line(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    return done.stderr.splitlines()[-1]

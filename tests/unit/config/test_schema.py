@@ -1,0 +1,179 @@
+"""The rules of the schema: each impossible combination is refused and names what breaks it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.config import Config
+from rltrain.config.errors import ConfigError, validate
+from rltrain.config.files import load, save
+from rltrain.config.reference import keys, markdown, show
+
+HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
+
+
+def nested(dotted: dict[str, Any]) -> dict[str, Any]:
+    """``{"a.b": 1}`` as ``{"a": {"b": 1}}``."""
+    values: dict[str, Any] = {}
+    for name, value in dotted.items():
+        *parents, leaf = name.split(".")
+        section = values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return values
+
+
+IMPOSSIBLE = [
+    ({"algorithm.group_size": 1}, "group_size=1", "a group has something to compare"),
+    ({"optimizer.min_lr": 1.0, "optimizer.schedule": "linear"}, "min_lr=1.0", "min lr at most lr"),
+    ({"optimizer.min_lr": 1e-9}, "schedule=constant", "a constant lr has no minimum"),
+    (
+        {"optimizer.freeze_router": True, "optimizer.router_lr": 1e-4},
+        "router_lr",
+        "a frozen router has no lr",
+    ),
+    ({"data.source": "jsonl"}, "data.path", "file sources have a path"),
+    ({"data.path": "x.jsonl"}, "path=x.jsonl", "generated sources read no file"),
+    ({"data.eval_path": "x.jsonl"}, "eval_path=x.jsonl", "generated sources read no file"),
+    ({"data.source": "reasoning_gym"}, "data.task", "reasoning gym names its task"),
+    (
+        {"data.reward.function": "exakt"},
+        "expected one of exact",
+        "the function is built in or a dotted path",
+    ),
+    ({"model.tiny.num_kv_heads": 3}, "num_kv_heads=3", "kv heads divide heads"),
+    (
+        {"model.tiny.experts_per_token": 9},
+        "num_experts=8",
+        "experts per token at most num experts",
+    ),
+    ({"policy.parallel.ep": 2}, "ep*etp=2", "experts fit the ranks"),
+    ({"policy.parallel.pp": 2}, "pp=2", "layouts that are proven"),
+    ({"rollout.top_p": 0.9}, "top_p=0.9", "sampling matches training"),
+    ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),
+    ({"rollout.engine_args": {"seed": 1}}, "seed", "engine args leave our own alone"),
+    ({"routing_replay.mode": "r3", "routing_replay.capture": False}, "capture", "r3 needs capture"),
+    ({"trainer.resume": "auto"}, "output_dir", "resuming needs a fixed folder"),
+    ({"cluster.device": "cpu", "cluster.num_gpus": 1}, "num_gpus=1", "gpus are for cuda"),
+    ({"trainer.mini_batches": 3}, "trainer.mini_batches=3", "mini batches divide prompts"),
+    (
+        {"policy.parallel.dp": 3},
+        "policy.parallel.dp=3",
+        "every data parallel rank gets sequences",
+    ),
+    (
+        {"algorithm.type": "sft", "policy.parallel.dp": 128},
+        "the 64 sequences",
+        "every data parallel rank gets sequences",
+    ),
+    (
+        {"policy.max_tokens_per_micro_batch": 79},
+        "80 = data.max_prompt_tokens + rollout.max_response_tokens",
+        "a micro batch holds the longest sequence",
+    ),
+    (
+        {"algorithm.type": "sft", "routing_replay.mode": "r3"},
+        "routing_replay.mode=r3",
+        "supervised steps have nothing to replay",
+    ),
+    (
+        {"routing_replay.reference": "replay", "routing_replay.mode": "r3"},
+        "kl_coef=0.0",
+        "a replayed reference exists",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "rule"), IMPOSSIBLE)
+def test_an_impossible_combination_names_its_keys_and_the_rule(
+    values: dict[str, Any], named: str, rule: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(nested(values))
+    assert named in str(refused.value)
+    assert f"(rule: {rule})" in str(refused.value)
+
+
+def test_every_rule_of_the_schema_is_tested() -> None:
+    def rules(section: Any) -> set[str]:
+        own = set(section.__pydantic_decorators__.model_validators)
+        for field in section.model_fields.values():
+            if hasattr(field.annotation, "__pydantic_decorators__"):
+                own |= rules(field.annotation)
+        return own
+
+    tested = {rule.replace(" ", "_") for _, _, rule in IMPOSSIBLE}
+    assert rules(Config) == tested
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("trainer.steps", 0, "trainer.steps: expected integer > 0, found 0"),
+        ("trainer.steps", True, "trainer.steps: expected integer > 0, found true"),
+        ("trainer.steps", "5", "trainer.steps: expected integer > 0, found 5"),
+        ("trainer.steps", None, "trainer.steps: expected integer > 0, found null"),
+        ("optimizer.lr", float("inf"), "optimizer.lr: expected number > 0, found inf"),
+        ("optimizer.lr", float("nan"), "optimizer.lr: expected number > 0, found nan"),
+        ("optimizer.router_lr", -1.0, "optimizer.router_lr: expected number > 0 or null"),
+        ("rollout.engine_args", 3, "rollout.engine_args: expected dictionary, found 3"),
+        ("policy.parallel", 3, "policy.parallel: expected a section with keys of its own"),
+        ("algorithm.type", "ppo", "algorithm.type: expected one of grpo, sft, found ppo"),
+        ("routing_replay.mode", False, 'write "off"'),
+        ("tracking.name", 5, "tracking.name=\"'5'\""),
+        ("trainer.stpes", 5, "trainer.stpes: there is no such key. Nearest: trainer.steps"),
+        ("trainer.lr", 5, "trainer.lr: there is no such key. Nearest: optimizer.lr"),
+    ],
+)
+def test_a_bad_value_names_its_key_and_what_was_expected(
+    name: str, value: Any, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(nested({name: value}))
+    assert expected in str(refused.value)
+
+
+def test_all_bad_values_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(nested({"trainer.steps": 0, "optimizer.lr": 0, "trainer.x": 0}))
+    assert [line.partition(":")[0] for line in str(refused.value).splitlines()] == [
+        "optimizer.lr",
+        "trainer.steps",
+        "trainer.x",
+    ]
+
+
+def test_an_integer_will_do_for_a_number() -> None:
+    assert validate(nested({"optimizer.lr": 1})).optimizer.lr == 1.0
+
+
+def test_a_configuration_cannot_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().trainer.steps = 5  # type: ignore[misc]
+
+
+def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
+    values = {"trainer.output_dir": str(tmp_path), "optimizer.lr": 1e-7, "tracking.name": "off"}
+    config = validate(nested(values))
+    path = save(config, "python -m rltrain.main +recipe=x")
+    assert path.read_text().startswith("# python -m rltrain.main +recipe=x\nmodel:\n")
+    assert load(tmp_path) == config
+    with pytest.raises(ValueError, match="expected the folder of a run"):
+        load(tmp_path / "elsewhere")
+
+
+def test_the_keys_are_those_of_the_snapshot() -> None:
+    """After adding a key on purpose: rltrain keys | grep -o "^[a-z].*=[^ ]*" > keys.txt here."""
+    assert snapshot() == (HERE / "keys.txt").read_text()
+
+
+def test_the_documentation_is_current() -> None:
+    """After a change of the schema: python -m rltrain.config.reference > docs/configuration.md"""
+    assert (ROOT / "docs" / "configuration.md").read_text() == markdown()
+
+
+def snapshot() -> str:
+    return "".join(f"{key.name}={show(key.default)}\n" for key in keys())
