@@ -30,15 +30,18 @@ from torch import Tensor
 class RouteRef:
     """Where one sample's routes lie in the object store, and what they must turn out to be.
 
-    ``blocks[i]`` refers to a ``[rows, layers_per_block, K]`` array of the layers
-    ``i * layers_per_block`` and up, counted among the layers that have a router.
+    ``blocks[i]`` refers to an array ``[R, num_layers / len(blocks), K]`` of the i-th block of
+    layers, counted among the layers that have a router. The sample's rows are ``start_row`` up to
+    ``start_row + rows``: short samples share an object, because an object costs about a millisecond
+    whatever its size.
     """
 
+    start_row: int
     rows: int
     num_layers: int
     experts_per_token: int
     dtype: str
-    checksums: tuple[int, ...]
+    checksums: tuple[int, ...]  # one per block, of the sample's own rows
     weight_version: int
     blocks: tuple[Any, ...]
 

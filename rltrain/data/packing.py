@@ -7,24 +7,61 @@ few sequences runs empty micro-batches, which are padding and count nowhere.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> sequence numbers
 
 
-def plan_micro_batches(seq_lens: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int = 1) -> Plan:
-    """Assign sequences to ranks by tokens, then to micro-batches of at most ``max_tokens``.
+@dataclass(frozen=True)
+class StepPlan:
+    """Which sequences each data-parallel rank holds for a whole step, and how it works through them.
+
+    Sequence numbers of ``scoring`` and ``updates`` count within the rank's ``shards`` entry.
+    """
+
+    shards: list[list[int]]  # [dp rank] -> sequences of the batch
+    scoring: Plan  # the log-probability passes
+    updates: list[Plan]  # [mini-batch]
+
+
+def plan_step(
+    seq_lens: Sequence[int], mini_batches: int, dp_size: int, max_tokens: int, multiple_of: int = 1
+) -> StepPlan:
+    """Cut a step into mini-batches of equally many sequences, in order, and those into micro-batches.
+
+    A sequence stays on one rank for the step: routes recorded in its log-probability pass need no
+    journey to be replayed in its update.
 
     Args:
-        multiple_of: what an interleaved pipeline schedule needs the count to divide by.
+        multiple_of: what an interleaved pipeline schedule needs micro-batch counts to divide by
 
     Raises:
-        ValueError: a sequence alone is over budget.
+        ValueError: a sequence alone is over budget, or the mini-batches are not equal.
     """
-    ranks = balance(seq_lens, dp_size)
-    packed = [_first_fit(rank, seq_lens, max_tokens) for rank in ranks]
-    count = max(1, *(len(rank) for rank in packed))
+    size, rest = divmod(len(seq_lens), mini_batches)
+    if rest:
+        raise ValueError(f"{len(seq_lens)} sequences do not divide into {mini_batches} mini-batches")
+    shards: list[list[int]] = [[] for _ in range(dp_size)]
+    updates = []
+    for start in range(0, len(seq_lens), size):
+        ranks = balance(seq_lens[start : start + size], dp_size)
+        plan = pack([[seq_lens[start + r] for r in rank] for rank in ranks], max_tokens, multiple_of)
+        held = [len(shard) for shard in shards]
+        updates.append(
+            [[[held[d] + i for i in mb] for mb in cuts] for d, cuts in enumerate(plan)]
+        )
+        for shard, rank in zip(shards, ranks, strict=True):
+            shard.extend(start + r for r in rank)
+    scoring = pack([[seq_lens[r] for r in shard] for shard in shards], max_tokens, multiple_of)
+    return StepPlan(shards, scoring, updates)
+
+
+def pack(seq_lens: Sequence[Sequence[int]], max_tokens: int, multiple_of: int = 1) -> Plan:
+    """Micro-batches of at most ``max_tokens`` for every rank's sequences, equally many on each."""
+    packed = [_first_fit(lens, max_tokens) for lens in seq_lens]
+    count = max(1, *(len(cuts) for cuts in packed)) if packed else 1
     count += -count % multiple_of
-    return [_split_to(rank, seq_lens, count) for rank in packed]
+    return [_split_to(cuts, lens, count) for cuts, lens in zip(packed, seq_lens, strict=True)]
 
 
 def balance(seq_lens: Sequence[int], parts: int) -> list[list[int]]:
@@ -38,13 +75,13 @@ def balance(seq_lens: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in rows]
 
 
-def _first_fit(rows: Sequence[int], seq_lens: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _first_fit(seq_lens: Sequence[int], max_tokens: int) -> list[list[int]]:
     bins: list[list[int]] = []
     space: list[int] = []
-    for row in sorted(rows, key=lambda r: (-seq_lens[r], r)):
+    for row in sorted(range(len(seq_lens)), key=lambda r: (-seq_lens[r], r)):
         if seq_lens[row] > max_tokens:
             raise ValueError(
-                f"sequence {row} has {seq_lens[row]} tokens, more than a micro-batch may hold "
+                f"a sequence has {seq_lens[row]} tokens, more than a micro-batch may hold "
                 f"({max_tokens}): raise policy.max_tokens_per_micro_batch"
             )
         fit = next((i for i, free in enumerate(space) if free >= seq_lens[row]), None)
@@ -59,17 +96,13 @@ def _first_fit(rows: Sequence[int], seq_lens: Sequence[int], max_tokens: int) ->
 
 def _split_to(bins: list[list[int]], seq_lens: Sequence[int], count: int) -> list[list[int]]:
     """Halve the fullest micro-batches until there are ``count``; then pad with empty ones."""
-    bins = [list(rows) for rows in bins]
+    bins = list(bins)
     while len(bins) < count:
         fullest = max(bins, key=len, default=[])
         if len(fullest) < 2:
             bins.append([])
             continue
         bins.remove(fullest)
-        bins.extend(_halve(fullest, seq_lens))
+        halves = balance([seq_lens[r] for r in fullest], 2)
+        bins.extend([fullest[i] for i in half] for half in halves)
     return bins
-
-
-def _halve(rows: list[int], seq_lens: Sequence[int]) -> list[list[int]]:
-    halves = balance([seq_lens[r] for r in rows], 2)
-    return [[rows[i] for i in half] for half in halves]

@@ -89,8 +89,3 @@ def take(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
     taken[index == PAD] = pad
     return taken
 
-
-def put(target: Tensor, index: Tensor, values: Tensor) -> None:
-    """Scatter ``[S, ...]`` into ``[N, ...]`` in place; padding slots go nowhere."""
-    real = index != PAD
-    target[index[real]] = values[real]

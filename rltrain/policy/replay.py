@@ -23,6 +23,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from rltrain.routing.codec import decode
+
 _UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")
 
 
@@ -30,7 +32,7 @@ _UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk
 class Target:
     """What one router must choose for one micro-batch."""
 
-    experts: Tensor  # [S, K] ids in any integer dtype
+    experts: Tensor  # [S, K] as `rltrain.routing.codec` stores them
     replayed: Tensor  # [S] bool, False lets the row choose live
 
 
@@ -80,7 +82,7 @@ class RouterTap:
                     f"{tuple(native.shape)}, but the routes to replay are {tuple(self.target.experts.shape)}"
                 )
             experts = torch.where(
-                self.target.replayed.unsqueeze(1), self.target.experts.to(native.dtype), native
+                self.target.replayed.unsqueeze(1), decode(self.target.experts), native
             )
         if self.recomputations:
             self.owed[micro_batch] = experts

@@ -1,0 +1,168 @@
+"""All policy workers as one: the controller's handle on the Megatron world."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError
+from torch import Tensor
+
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.data.packing import StepPlan, plan_step
+from rltrain.policy.worker import Agreement, PolicyWorker, Scored, Updated
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update, over all ranks."""
+
+    totals: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    lr: float
+
+
+class PolicyGroup:
+    """Calls every worker at once and puts their answers back in the order of the batch."""
+
+    def __init__(self, config: Config, model_path: str, device: str, actor_options: dict[str, Any]) -> None:
+        self._config = config
+        self._timeout = config.cluster.call_timeout_s
+        # The rendezvous is a file of this run alone: no port to collide with or to listen on.
+        folder = Path(tempfile.mkdtemp(prefix="rltrain-rendezvous-"))
+        actor = ray.remote(PolicyWorker).options(**actor_options)
+        self._workers = [
+            actor.remote(config, rank, f"file://{folder}/world", model_path, device)
+            for rank in range(config.policy.parallel.world_size)
+        ]
+        self._dp_ranks = [place["dp_rank"] for place in self.call("place")]
+
+    def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call ``method`` on every worker with the same arguments; results by rank."""
+        return self._gather(method, lambda _: (args, kwargs), timeout)
+
+    def _gather(self, method: str, arguments: Callable[[int], Any], timeout: float | None = None) -> list[Any]:
+        refs = []
+        for rank, worker in enumerate(self._workers):
+            args, kwargs = arguments(rank)
+            refs.append(getattr(worker, method).remote(*args, **kwargs))
+        limit = timeout or self._timeout
+        try:
+            self._first_error(refs, limit)
+            return ray.get(refs)
+        except GetTimeoutError as error:
+            raise RuntimeError(
+                f"policy.{method}: expected an answer of all {len(refs)} workers within {limit:.0f} s. "
+                "One hangs or is slow: see the logs in the run's folder, or raise cluster.call_timeout_s"
+            ) from error
+        except RayActorError as error:
+            raise RuntimeError(
+                f"policy.{method}: a policy worker died ({error}). Often it ran out of memory: see the "
+                "logs in the run's folder, and lower policy.max_tokens_per_micro_batch"
+            ) from error
+
+    @staticmethod
+    def _first_error(refs: list[Any], limit: float) -> None:
+        """Raise the first failure at once: the other ranks may wait for the failed one for ever."""
+        waiting, budget = list(refs), limit
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=budget)
+            if not done:
+                raise GetTimeoutError(f"{len(waiting)} workers did not answer")
+            ray.get(done)
+
+    # A step
+
+    def begin_step(self, batch: Batch) -> None:
+        """Cut the batch over data-parallel ranks and hand every worker its shard."""
+        parallel = self._config.policy.parallel
+        self._batch = batch
+        self._plan: StepPlan = plan_step(
+            batch.seq_lens.tolist(),
+            self._config.trainer.mini_batches,
+            parallel.dp,
+            self._config.policy.max_tokens_per_micro_batch,
+        )
+        shards = [ray.put(batch.select(rows)) for rows in self._plan.shards]
+        self._gather("begin_step", lambda rank: ((shards[self._dp_ranks[rank]],), {}))
+
+    def score(
+        self,
+        *,
+        routing: Literal["native", "rollout"],
+        measure: bool = False,
+        record: bool = False,
+        of: Literal["policy", "reference"] = "policy",
+    ) -> Scored:
+        """Log-probabilities of the whole batch; see `PolicyWorker.score`."""
+        options = {"routing": routing, "measure": measure, "record": record, "of": of}
+        answers = self._gather(
+            "score", lambda rank: ((self._plan.scoring[self._dp_ranks[rank]],), options)
+        )
+        shards = self._by_dp_rank(answers)
+        logprobs = self._unshard([scored.logprobs for scored in shards])
+        found = [scored.agreement for scored in shards if scored.agreement is not None]
+        return Scored(logprobs, self._merge(found) if found else None)
+
+    def update(
+        self, fields: dict[str, Tensor], *, routing: Literal["native", "rollout", "recorded"]
+    ) -> list[Update]:
+        """One optimizer update per mini-batch.
+
+        Args:
+            fields: token fields of the whole batch that `begin_step` did not have  # [N] each
+        """
+        batch = self._batch.with_fields(**fields)
+        shards = [batch.select(rows) for rows in self._plan.shards]
+        sent = [ray.put({name: getattr(shard, name) for name in fields}) for shard in shards]
+        updates = []
+        for plan in self._plan.updates:
+            answers = self._gather(
+                "update",
+                lambda rank, plan=plan: (
+                    (plan[self._dp_ranks[rank]], sent[self._dp_ranks[rank]]),
+                    {"routing": routing},
+                ),
+            )
+            updates.append(_add(self._by_dp_rank(answers)))
+        return updates
+
+    def _by_dp_rank(self, answers: Sequence[Any]) -> list[Any]:
+        """The one answer for each shard."""
+        shards = {self._dp_ranks[rank]: a for rank, a in enumerate(answers) if a is not None}
+        return [shards[dp_rank] for dp_rank in sorted(shards)]
+
+    def _token_index(self, rows: Sequence[int]) -> Tensor:
+        offsets = self._batch.offsets.tolist()
+        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+    def _unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        whole = torch.zeros(self._batch.num_tokens, dtype=shards[0].dtype)
+        for rows, values in zip(self._plan.shards, shards, strict=True):
+            whole[self._token_index(rows)] = values
+        return whole
+
+    def _merge(self, found: Sequence[Agreement]) -> Agreement:
+        return replace(
+            found[0],
+            num_rows=sum(a.num_rows for a in found),
+            shared={layer: sum(a.shared[layer] for a in found) for layer in found[0].shared},
+            flipped=self._unshard([a.flipped for a in found]),
+            flipped_rows=sum(a.flipped_rows for a in found),
+        )
+
+
+def _add(shards: Sequence[Updated]) -> Update:
+    """Sums add over data-parallel ranks; the gradient norm and rate are the same on all."""
+    return Update(
+        totals={name: sum(s.totals[name] for s in shards) for name in shards[0].totals},
+        maxima={name: max(s.maxima[name] for s in shards) for name in shards[0].maxima},
+        grad_norm=shards[0].grad_norm,
+        lr=shards[0].lr,
+    )

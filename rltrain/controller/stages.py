@@ -1,0 +1,131 @@
+"""What the controller computes on a batch between two calls to its actors. Pure."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages import group_advantages, over_tokens
+from rltrain.algorithms.reduce import loss_weights
+from rltrain.batch import Batch
+from rltrain.config.algorithm import AlgorithmConfig
+from rltrain.controller.policy_group import Update
+from rltrain.policy.worker import Agreement
+
+
+def with_rewards(batch: Batch, rewards: Sequence[float | None], *, shuffle_seed: int | None = None) -> Batch:
+    """Fill ``rewards`` and ``loss_mask``; a sequence whose reward failed leaves the loss.
+
+    Args:
+        rewards: one a sequence, None where the reward function failed or timed out
+        shuffle_seed: permute the rewards over the batch, for a control that must not learn
+    """
+    values = torch.tensor([torch.nan if r is None else r for r in rewards], dtype=torch.float64)
+    if shuffle_seed is not None:
+        order = torch.randperm(len(values), generator=torch.Generator().manual_seed(shuffle_seed))
+        values = values[order]
+    scored = values.isfinite()
+    return batch.with_fields(
+        rewards=values.float(), loss_mask=batch.response_mask & scored.repeat_interleave(batch.seq_lens)
+    )
+
+
+def with_advantages(batch: Batch, algorithm: AlgorithmConfig, mini_batches: int) -> Batch:
+    """Fill ``advantages`` and ``loss_weights``, the latter with each mini-batch's own denominator."""
+    batch.require("rewards", "group_ids", "loss_mask")
+    scored = batch.rewards.isfinite()
+    per_sequence = torch.zeros(batch.num_sequences)
+    per_sequence[scored] = group_advantages(
+        batch.rewards[scored], batch.group_ids[scored], normalize_by_std=algorithm.normalize_by_std
+    )
+    parts = zip(
+        batch.loss_mask.split(_mini_batch_tokens(batch, mini_batches)),
+        batch.seq_lens.chunk(mini_batches),
+        strict=True,
+    )
+    return batch.with_fields(
+        advantages=over_tokens(per_sequence, batch.seq_lens, batch.loss_mask),
+        loss_weights=torch.cat([loss_weights(mask, lens, algorithm.aggregation) for mask, lens in parts]),
+    )
+
+
+def _mini_batch_tokens(batch: Batch, mini_batches: int) -> list[int]:
+    assert batch.num_sequences % mini_batches == 0
+    return [int(lens.sum()) for lens in batch.seq_lens.chunk(mini_batches)]
+
+
+def reward_metrics(batch: Batch, num_timeouts: int) -> dict[str, float]:
+    rewards, groups = batch.rewards, batch.group_ids
+    failed = ~rewards.isfinite()
+    scored = rewards[~failed]
+    by_group = [rewards[groups == g] for g in groups.unique()]
+    by_group = [g[g.isfinite()] for g in by_group]
+    by_group = [g for g in by_group if len(g)]
+    return {
+        "reward/mean": float(scored.mean()),
+        "reward/std": float(scored.std(unbiased=False)),
+        "reward/failed_fraction": (int(failed.sum()) - num_timeouts) / len(rewards),
+        "reward/timeout_fraction": num_timeouts / len(rewards),
+        "group/zero_std_fraction": _share(by_group, lambda g: bool(g.min() == g.max())),
+        "group/all_correct_fraction": _share(by_group, lambda g: bool(g.min() >= 1)),
+        "group/all_wrong_fraction": _share(by_group, lambda g: bool(g.max() <= 0)),
+    }
+
+
+def _share(groups: Sequence[Tensor], holds: Callable[[Tensor], bool]) -> float:
+    return sum(map(holds, groups)) / len(groups)
+
+
+def rollout_metrics(batch: Batch, num_truncated: int) -> dict[str, float]:
+    lengths = per_sequence_sum(batch.response_mask.float(), batch.seq_lens)
+    metrics = {
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_fraction": num_truncated / batch.num_sequences,
+        "rollout/num_tokens": float(batch.num_tokens),
+    }
+    if batch.weight_version is not None:
+        metrics["rollout/weight_version"] = float(batch.weight_version.min())
+    if isinstance(batch.rollout_expert_indices, tuple):
+        owed = batch.num_tokens - batch.num_sequences  # the last token of a sequence owes no route
+        refs = batch.rollout_expert_indices
+        row_bytes = refs[0].num_layers * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
+        metrics["routing/coverage"] = float(batch.route_mask.sum()) / owed
+        metrics["routing/bytes_per_token"] = float(row_bytes)
+    return metrics
+
+
+def per_sequence_sum(values: Tensor, seq_lens: Tensor) -> Tensor:
+    """[N] -> [B]"""
+    sequence = torch.arange(len(seq_lens)).repeat_interleave(seq_lens)
+    return torch.zeros(len(seq_lens), dtype=values.dtype).index_add_(0, sequence, values)
+
+
+def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, float]:
+    """Share of a row's experts that native routing also picks, overall and by layer."""
+    layers = {
+        layer: shared / (agreement.num_rows * experts_per_token)
+        for layer, shared in agreement.shared.items()
+    }
+    return {
+        "routing/overlap": sum(layers.values()) / len(layers),
+        "routing/overlap_min": min(layers.values()),
+        **{f"routing/overlap/layer_{layer}": value for layer, value in layers.items()},
+    }
+
+
+def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Means over the loss tokens of all updates of a step."""
+
+    def mean(name: str) -> float:
+        return sum(u.totals[name] for u in updates) / max(1.0, sum(u.totals["tokens"] for u in updates))
+
+    names = {"policy/ratio_mean": "ratio", "policy/clip_fraction": "clipped", "policy/kl": "kl"}
+    names |= {"policy/entropy": "entropy", "policy/ref_kl": "ref_kl"}
+    return {
+        "policy/loss": sum(u.totals["loss"] for u in updates) / len(updates),
+        **{metric: mean(name) for metric, name in names.items() if name in updates[0].totals},
+        "policy/ratio_max": max(u.maxima["ratio_max"] for u in updates),
+        "policy/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "policy/lr": updates[-1].lr,
+    }

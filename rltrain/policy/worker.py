@@ -1,0 +1,271 @@
+"""The policy worker: one Ray actor per rank of the Megatron world.
+
+The controller calls every method on all ranks at once; most are collective. A worker holds one
+step's shard of sequences at a time, so routes reach it once and never leave: R3's come from the
+object store, R2's from its own log-probability pass.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.parallel.tokens import TokenGrid
+from rltrain.policy.micro_batch import MicroBatch, cut
+from rltrain.policy.passes import ModelOnMesh, accumulate, score
+from rltrain.policy.replay import num_recomputations
+from rltrain.policy.routes import fetch_routes
+from rltrain.routing.agreement import flipped_before, num_shared
+from rltrain.routing.codec import decode
+
+logger = logging.getLogger(__name__)
+
+Plan = Sequence[Sequence[int]]  # sequence numbers of the shard, per micro-batch
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What native routing shares with the rollout's, over rows whose routes were captured."""
+
+    num_rows: int
+    shared: dict[int, int]  # layer -> experts that both chose, summed over rows
+    flipped: Tensor  # bool, tokens with a differing choice before them  # [N]
+    flipped_rows: int  # rows with a differing choice in any layer
+
+
+@dataclass(frozen=True)
+class Scored:
+    logprobs: Tensor  # [N]
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True)
+class Updated:
+    """One optimizer update: sums to be added over data-parallel ranks, and what all ranks share."""
+
+    totals: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    lr: float
+
+
+class PolicyWorker:
+    """One rank of the policy: its part of the model, of the optimizer, and of a step's sequences."""
+
+    def __init__(self, config: Config, rank: int, init_method: str, model_path: str, device: str) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.model_path = model_path
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.policy.threads)
+            from rltrain.patches.megatron import apply_cpu
+
+            apply_cpu()
+        torch.manual_seed(config.trainer.seed)
+        self._build(rank, init_method)
+        self.shard: Batch | None = None
+        self.recorded_routes: Tensor | None = None
+
+    def _build(self, rank: int, init_method: str) -> None:
+        # Imported here: on a CPU these modules look for CUDA unless the shim is in place first.
+        from rltrain.policy.mesh import init_mesh
+        from rltrain.policy.model import build_model
+        from rltrain.policy.optimizer import build_optimizer, take_step
+        from rltrain.weights.architecture import read_architecture
+        from rltrain.weights.load import load_huggingface
+
+        config, policy = self.config, self.config.policy
+        self.arch = read_architecture(self.model_path)
+        self.mesh = init_mesh(
+            policy.parallel,
+            rank,
+            policy.parallel.world_size,
+            init_method,
+            self.device,
+            seed=config.trainer.seed,
+            timeout_s=config.cluster.call_timeout_s,
+        )
+        replays = self.arch.num_experts > 0
+        build = {"device": self.device, "routing_replay": replays}
+        self.chunks = build_model(
+            self.arch, policy, self.mesh, freeze_router=config.optimizer.freeze_router, **build
+        )
+        load_huggingface(self.model_path, self.chunks, self.arch, self.mesh)
+        self.optimizer, self.learning_rate = build_optimizer(
+            self.chunks,
+            config.optimizer,
+            policy.precision,
+            self.device,
+            total_updates=config.trainer.steps * config.trainer.mini_batches,
+        )
+        self._take_step = take_step
+        self.model = self._on_mesh(self.chunks)
+        self.reference: ModelOnMesh | None = None
+        if config.algorithm.kl_coef > 0:
+            chunks = build_model(self.arch, policy, self.mesh, ddp=False, **build)
+            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
+            self.reference = self._on_mesh(chunks)
+
+    def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
+        return ModelOnMesh(chunks, self.arch, self.mesh, self.config.rollout.temperature)
+
+    @property
+    def _reports(self) -> bool:
+        """One rank speaks for all that hold the same sequences and layers."""
+        return self.mesh.tp_rank == 0 and self.mesh.cp_rank == 0
+
+    def place(self) -> dict[str, Any]:
+        """Which shard this rank needs, and what it runs on."""
+        return {"rank": self.mesh.rank, "dp_rank": self.mesh.dp_rank, "device": str(self.device)}
+
+    # One step's sequences
+
+    def begin_step(self, shard: Batch) -> None:
+        """Take this rank's sequences of the step; routes are fetched and checked here."""
+        self.recorded_routes = None
+        refs = shard.rollout_expert_indices
+        if isinstance(refs, tuple):
+            layers = self._layer_slice()
+            rows = [torch.from_numpy(routes) for routes in fetch_routes(refs, layers)]
+            # The last token of a sequence has no route: its row is False in route_mask.
+            last = rows[0].new_zeros(1, *rows[0].shape[1:])
+            shard = shard.with_fields(rollout_expert_indices=torch.cat([x for r in rows for x in (r, last)]))
+        self.shard = shard
+
+    def _layer_slice(self) -> slice:
+        """This stage's layers, counted among all that have a router."""
+        owned = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
+        assert owned == list(range(owned[0], owned[0] + len(owned))), f"layers {owned} are not contiguous"
+        return slice(owned[0], owned[-1] + 1)
+
+    def score(
+        self,
+        plan: Plan,
+        *,
+        routing: Literal["native", "rollout"],
+        measure: bool = False,
+        record: bool = False,
+        of: Literal["policy", "reference"] = "policy",
+    ) -> Scored | None:
+        """Log-probabilities of the shard.
+
+        Args:
+            routing: ``rollout`` replays the rollout engine's routes (R3)
+            measure: compare native routing with the rollout's
+            record: keep native routes for `update` to replay (R2)
+        """
+        shard = self._shard()
+        model = self.model if of == "policy" else self.reference
+        assert model is not None, "the reference was not built: algorithm.kl_coef is 0"
+        scores = score(
+            model,
+            self._cut(plan),
+            shard.num_tokens,
+            replay=routing == "rollout",
+            record=record or measure,
+        )
+        if record:
+            self.recorded_routes = scores.native
+        if not self._reports:
+            return None
+        agreement = self._agreement(shard, scores.native) if measure and scores.native is not None else None
+        return Scored(scores.logprobs, agreement)
+
+    def _agreement(self, shard: Batch, native: Tensor) -> Agreement:
+        assert isinstance(shard.rollout_expert_indices, Tensor) and shard.route_mask is not None
+        shared = num_shared(decode(native), decode(shard.rollout_expert_indices))  # [N, L]
+        shared = torch.where(shard.route_mask.unsqueeze(1), shared, native.shape[2])
+        flipped = (shared < native.shape[2]).any(1)
+        masked = shared[shard.route_mask]
+        return Agreement(
+            num_rows=len(masked),
+            shared=dict(zip(self.model.route_layers, masked.sum(0).tolist(), strict=True)),
+            flipped=flipped_before(flipped, shard.seq_lens),
+            flipped_rows=int(flipped.sum()),
+        )
+
+    def update(
+        self, plan: Plan, fields: dict[str, Tensor], *, routing: Literal["native", "rollout", "recorded"]
+    ) -> Updated | None:
+        """One optimizer update on the planned sequences.
+
+        Args:
+            fields: of the whole shard, what has been computed since `begin_step`
+            routing: whose experts to use; ``recorded`` are those `score` kept
+        """
+        shard = self._shard().with_fields(**fields)
+        if routing == "recorded":
+            assert self.recorded_routes is not None, "no routes were recorded in this step"
+            everywhere = torch.ones(shard.num_tokens, dtype=torch.bool)
+            shard = shard.with_fields(rollout_expert_indices=self.recorded_routes, route_mask=everywhere)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        found = accumulate(
+            self.model,
+            self._cut(plan, shard),
+            self._objective,
+            replay=routing != "native",
+            recomputations=num_recomputations(self.config.policy.recompute),
+        )
+        lr = self.learning_rate.step()
+        grad_norm = self._take_step(self.optimizer)
+        return self._summed(found, grad_norm, lr) if self._reports else None
+
+    def _objective(self, mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
+        batch = mb.batch
+        batch.require("loss_weights")
+        weights = mb.at_targets(batch.loss_weights)
+        if self.config.algorithm.type == "sft":
+            return sft_objective(logprobs, weights=weights)
+        batch.require("old_logprobs", "advantages")
+        return grpo_objective(
+            logprobs,
+            entropy,
+            old_logprobs=mb.at_targets(batch.old_logprobs),
+            ref_logprobs=None if batch.ref_logprobs is None else mb.at_targets(batch.ref_logprobs),
+            advantages=mb.at_targets(batch.advantages),
+            weights=weights,
+            config=self.config.algorithm,
+        )
+
+    @staticmethod
+    def _summed(found: Sequence[Sums], grad_norm: float, lr: float) -> Updated:
+        names = found[0].totals
+        maxima = found[0].maxima
+        return Updated(
+            totals={n: float(torch.stack([s.totals[n] for s in found]).sum()) for n in names},
+            maxima={n: float(torch.stack([s.maxima[n] for s in found]).max()) for n in maxima},
+            grad_norm=grad_norm,
+            lr=lr,
+        )
+
+    def _shard(self) -> Batch:
+        assert self.shard is not None, "begin_step comes first"
+        return self.shard
+
+    def _cut(self, plan: Plan, shard: Batch | None = None) -> list[MicroBatch]:
+        mesh = self.mesh
+        grid = TokenGrid(mesh.tp_size, mesh.tp_rank, mesh.cp_size, mesh.cp_rank)
+        return cut(shard or self._shard(), plan, grid, self.device)
+
+    # Weights
+
+    def begin_weight_stream(self, dtype: str) -> None:
+        """Start handing the policy's weights out, cast to the engine's dtype."""
+        from rltrain.weights.sender import full_tensors
+        from rltrain.weights.transport import BucketWriter
+
+        tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
+        self._writer = BucketWriter(tensors, write=self.mesh.rank == 0)
+
+    def next_weight_bucket(self) -> Any:
+        """The next bucket of weights in shared memory, None at the end. Collective."""
+        bucket = self._writer.next_bucket()
+        return bucket if self.mesh.rank == 0 else None

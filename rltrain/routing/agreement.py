@@ -1,0 +1,63 @@
+"""How far two sets of routes agree: what replay changes, in numbers."""
+
+import torch
+from torch import Tensor
+
+
+def num_shared(experts: Tensor, others: Tensor) -> Tensor:
+    """Experts of a row that the other choice also has; the order does not matter.
+
+    Args:
+        experts, others: ids, distinct within a row  # [..., K]
+
+    Returns:
+        int64 in 0..K  # [...]
+    """
+    return (experts.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).sum(-1)
+
+
+def overlap_per_layer(shared: Tensor, mask: Tensor, experts_per_token: int) -> Tensor:
+    """Mean share of a row's experts that both choices have, over masked rows.
+
+    Args:
+        shared: what `num_shared` gave  # [N, L]
+        mask: bool  # [N]
+
+    Returns:
+        float64 in 0..1, NaN where no row is masked  # [L]
+    """
+    return shared[mask].double().mean(0) / experts_per_token
+
+
+def flipped_before(flipped: Tensor, seq_lens: Tensor) -> Tensor:
+    """True for tokens whose log-probability a flip can have touched.
+
+    Row t - 1 yields the log-probability of token t, and its attention reads every row before it: so
+    token t is touched if any row below t of its sequence flipped.
+
+    Args:
+        flipped: a row chose at least one other expert in at least one layer; bool  # [N]
+        seq_lens: int64  # [B]
+
+    Returns:
+        bool  # [N]
+    """
+    before = flipped.long().cumsum(0) - flipped.long()  # flips below t, earlier sequences included
+    starts = seq_lens.cumsum(0) - seq_lens
+    return before > before[starts.clamp_max(len(before) - 1)].repeat_interleave(seq_lens)
+
+
+def spread_experts(num_rows: int, experts_per_token: int, num_experts: int) -> Tensor:
+    """Distinct experts for padding rows, spread evenly over all experts.
+
+    Distinct, because a row that names one expert twice has fewer than K dispatched copies and
+    breaks the dispatcher's ``tokens * K`` count; spread, because padding that all went to one expert
+    would make its rank the slowest.
+
+    Returns:
+        int64  # [num_rows, K]
+    """
+    if experts_per_token > num_experts:
+        raise ValueError(f"K={experts_per_token} distinct experts asked of E={num_experts}")
+    first = torch.arange(num_rows).unsqueeze(1) * experts_per_token
+    return (first + torch.arange(experts_per_token)) % num_experts
