@@ -1,0 +1,202 @@
+"""What is checked before anything starts says what was expected, found, and what to do."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.config import Config
+from rltrain.controller.preflight import (
+    Sizes,
+    check_data,
+    check_engine,
+    check_layout,
+    check_output,
+    check_ranks,
+    check_reward,
+    device,
+    preflight,
+    read_sizes,
+)
+from rltrain.main import compose, main, start_folder
+
+ROOT = Path(__file__).parents[3]
+MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=8)
+
+
+def with_layout(tp: int = 1, dp: int = 1, ep: int = 1, **sections: Any) -> Config:
+    layout = {"tp": tp, "dp": dp, "ep": ep}
+    return Config.model_validate({"policy": {"parallel": layout}, **sections})
+
+
+def save_dense_model(folder: Path) -> None:
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 128,
+    }
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (folder / "config.json").write_text(json.dumps(names | sizes))
+
+
+def test_the_main_recipe_passes_and_gets_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "run"
+    preflight(compose(["+recipe=grpo_moe_r3", f"trainer.output_dir={folder}"]))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ("model.path={}/none", "none does not exist"),
+        ("model.path={}", "no config.json"),
+        ("data=jsonl data.path={}/none.jsonl", "data.path={}/none.jsonl: expected a file"),
+        ("data.reward.function=no_such_module.score", "No module named 'no_such_module'"),
+        ("policy.parallel.dp=512", "expected at most 4 ranks a core"),
+        ("trainer.output_dir={}/file/run", "expected a folder that can be written"),
+    ],
+)
+def test_bad_input_ends_the_program_at_once(
+    change: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    folder = f"trainer.output_dir={tmp_path}/run"
+    overrides = change.format(tmp_path, tmp_path).split()
+    changes = ["+recipe=grpo_moe_r3", "cluster.device=cpu", folder, *overrides]
+    assert main(changes) == 2
+    assert answer.format(tmp_path) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_a_dense_model_has_nothing_to_replay(mode: str, tmp_path: Path) -> None:
+    save_dense_model(tmp_path)
+    model = f"model.path={tmp_path}"
+    folder = f"trainer.output_dir={tmp_path}/run"
+    with pytest.raises(ValueError, match=rf"mode={mode}.*expected a model with routers.*dense"):
+        preflight(compose([f"routing_replay={mode}", model, folder]))
+    with pytest.raises(ValueError, match="capture=true: expected a model with routers"):
+        preflight(compose([model, folder]))
+    preflight(compose([model, folder, "routing_replay.capture=false"]))
+
+
+def test_the_layout_divides_the_model() -> None:
+    check_layout(with_layout(tp=2, dp=4, ep=8), MOE)
+    with pytest.raises(ValueError, match="tp=4: expected a divisor of the 2 key-value heads"):
+        check_layout(with_layout(tp=4), MOE)
+    with pytest.raises(ValueError, match="tp=8: expected a divisor of the 4 attention heads"):
+        check_layout(with_layout(tp=8), MOE)
+    with pytest.raises(ValueError, match="tensor_parallel=3: expected a divisor of the 4"):
+        check_layout(with_layout(rollout={"tensor_parallel": 3}), MOE)
+    with pytest.raises(ValueError, match=r"ep=16: .* found 8 experts"):
+        check_layout(with_layout(dp=16, ep=16), MOE)
+    with pytest.raises(ValueError, match=r"ep=2: .* found 0 experts"):
+        check_layout(with_layout(dp=2, ep=2), MOE._replace(num_experts=0))
+
+
+def test_the_sizes_are_those_of_the_model(tmp_path: Path) -> None:
+    assert read_sizes(Config()) == MOE
+    save_dense_model(tmp_path)
+    config = Config.model_validate({"model": {"path": str(tmp_path)}})
+    assert read_sizes(config) == Sizes(num_heads=4, num_kv_heads=2, num_experts=0)
+
+
+def test_ranks_fit_the_cores() -> None:
+    check_ranks(with_layout(dp=4, rollout={"num_engines": 4}), "cpu", cores=2, gpus=0)
+    with pytest.raises(ValueError, match=r"8 on 2 cores, found 9.*1\*1\*1\*8 = 8 policy ranks"):
+        check_ranks(with_layout(dp=8), "cpu", cores=2, gpus=0)
+
+
+def test_supervised_steps_need_no_engine_rank() -> None:
+    check_ranks(with_layout(dp=8, algorithm={"type": "sft"}), "cpu", cores=2, gpus=0)
+
+
+def test_ranks_fit_the_gpus() -> None:
+    check_ranks(with_layout(dp=2), "cuda", cores=1, gpus=2)
+    with pytest.raises(ValueError, match=r"= 4 policy ranks .* for 2 GPUs"):
+        check_ranks(with_layout(dp=4), "cuda", cores=64, gpus=2)
+    with pytest.raises(ValueError, match=r"= 3 engine ranks for 2 GPUs"):
+        check_ranks(with_layout(rollout={"num_engines": 3}), "cuda", cores=64, gpus=2)
+    with pytest.raises(ValueError, match="expected 1 GPUs, found 0"):
+        check_ranks(with_layout(), "cuda", cores=64, gpus=0)
+    with pytest.raises(ValueError, match="expected 4 GPUs, found 2"):
+        check_ranks(with_layout(cluster={"num_gpus": 4}), "cuda", cores=64, gpus=2)
+    with pytest.raises(ValueError, match="for 1 GPUs"):
+        check_ranks(with_layout(dp=2, cluster={"num_gpus": 1}), "cuda", cores=64, gpus=2)
+
+
+def test_no_visible_gpu_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device(Config().cluster) == "cpu"
+    assert device(Config.model_validate({"cluster": {"device": "cuda"}}).cluster) == "cuda"
+
+
+def test_the_installed_engine_is_new_enough() -> None:
+    check_engine()
+
+
+def test_an_old_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "vllm-0.19.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.19.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert metadata.version("vllm") == "0.19.1"
+    with pytest.raises(ValueError, match=r"expected vllm 0.26 or newer.*found 0.19.1: pip install"):
+        check_engine()
+
+
+def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ValueError, match=r"expected vLLM 0.26 or newer.*found none: install"):
+        check_engine()
+
+
+def test_a_reward_function_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(response, answer):\n    return 1.0\nK = 1\n")
+    (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_reward("exact")
+    check_reward("my_rewards.score")
+    with pytest.raises(ValueError, match="has no attribute 'scor'"):
+        check_reward("my_rewards.scor")
+    with pytest.raises(ValueError, match="expected a function, found int"):
+        check_reward("my_rewards.K")
+    with pytest.raises(ValueError, match="found RuntimeError: no licence"):
+        check_reward("broken_rewards.score")
+
+
+def test_data_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.touch()
+    data = {"source": "jsonl", "path": str(file)}
+    check_data(Config.model_validate({"data": data}))
+    with pytest.raises(ValueError, match=r"data.eval_path=.*: expected a file or folder"):
+        check_data(Config.model_validate({"data": data | {"eval_path": str(tmp_path / "x")}}))
+
+
+def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    config = start_folder(compose([f"trainer.output_dir={tmp_path}"]))
+    with pytest.raises(ValueError, match="found an earlier run"):
+        check_output(config)
+    check_output(compose([f"trainer.output_dir={tmp_path}", "trainer.resume=auto"]))
+
+
+def test_the_checks_import_no_torch() -> None:
+    code = (
+        "import sys; from rltrain.controller.preflight import preflight, read_sizes\n"
+        "from rltrain.config import Config; read_sizes(Config())\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
