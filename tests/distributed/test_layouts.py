@@ -1,0 +1,163 @@
+"""Every layout computes what one rank computes: logits, loss, gradients, and an optimizer step."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rltrain.config.algorithm import OptimizerConfig
+from rltrain.config.policy import ParallelConfig, PolicyConfig
+from tests.distributed.run_ranks import rendezvous, run_ranks
+from tests.distributed.tiny import (
+    ARCH,
+    LENGTHS,
+    Layout,
+    fill,
+    gather_gradient_shards,
+    micro_batches,
+)
+
+REFERENCE = "one sequence at a time"
+LAYOUTS = {
+    REFERENCE: Layout(sequences_per_micro_batch=1),
+    "packed": Layout(sequences_per_micro_batch=8),
+    "dp2": Layout(ParallelConfig(dp=2)),
+    "tp2": Layout(ParallelConfig(tp=2)),
+    "dp2 ep2": Layout(ParallelConfig(dp=2, ep=2), sequences_per_micro_batch=4),
+    "tp2 ep2": Layout(ParallelConfig(tp=2, ep=2)),
+    "tp2 dp2 ep2": Layout(ParallelConfig(tp=2, dp=2, ep=2)),
+}
+# Clipping is on, so a wrong norm gives a wrong step. eps is above the noise of tiny gradients.
+OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-4)
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("layouts")
+    run_ranks(run_layouts, 4, folder)
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in LAYOUTS}
+    for name in LAYOUTS:
+        for file in folder.glob(f"{name}.*.safetensors"):
+            found[name] |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != REFERENCE])
+def test_equals_one_rank(results: dict[str, dict[str, Tensor]], layout: str) -> None:
+    expected, found = results[REFERENCE], results[layout]
+    assert found.keys() == expected.keys()
+    errors = {name: _relative_error(found[name], x) for name, x in expected.items()}
+    wrong = {name: error for name, error in errors.items() if not error < 1e-4}
+    assert not wrong
+
+
+def test_something_was_compared(results: dict[str, dict[str, Tensor]]) -> None:
+    names = results[REFERENCE].keys()
+    assert {f"update 0/logits/{i}" for i in range(len(LENGTHS))} <= names
+    experts = [n for n in names if n.startswith("update 1/gradient/model.layers.2.mlp.experts.")]
+    assert len(experts) == 3 * ARCH.num_experts
+    first, second = (results[REFERENCE][f"update {i}/loss"] for i in (0, 1))
+    assert second < first - 0.01
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    scale = expected.abs().max().clamp(min=1e-8)
+    return float((found - expected).abs().max() / scale)
+
+
+# On the ranks
+
+
+def run_layouts(rank: int, folder: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        if rank < layout.parallel.world_size:
+            _run_layout(rank, folder, name, layout)
+
+
+def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
+    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.model import build_model
+    from rltrain.policy.optimizer import build_optimizer, take_step
+    from rltrain.weights.sender import full_tensors
+
+    cpu = torch.device("cpu")
+    policy = PolicyConfig(parallel=layout.parallel)
+    init = rendezvous(folder, name)
+    mesh = init_mesh(layout.parallel, rank, layout.parallel.world_size, init, cpu)
+    chunks = build_model(ARCH, policy, mesh, device=cpu, routing_replay=False)
+    fill(chunks, ARCH, mesh)
+    optimizer, learning_rate = build_optimizer(chunks, OPTIMIZER, policy.precision, cpu)
+    found: dict[str, Tensor] = {}
+    for update in range(2):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        logits, found[f"update {update}/loss"] = _forward_backward(chunks, layout, mesh)
+        found |= {f"update {update}/logits/{i}": x for i, x in logits.items()}
+        gather_gradient_shards(chunks)
+        main_grads = full_tensors(chunks, ARCH, mesh, torch.float32, lambda p: p.main_grad)
+        found |= {f"update {update}/gradient/{n}": x.clone() for n, x in main_grads}
+        learning_rate.step()
+        found[f"update {update}/norm"] = torch.tensor(take_step(optimizer))
+        weights = full_tensors(chunks, ARCH, mesh, torch.float32)
+        found |= {f"update {update}/weight/{n}": x.clone() for n, x in weights}
+    save_file(found, folder / f"{name}.{rank}.safetensors")
+    destroy_mesh()
+
+
+def _forward_backward(chunks, layout, mesh):  # type: ignore[no-untyped-def]
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batches = list(micro_batches(layout, mesh))
+    denominator = sum(LENGTHS) - len(LENGTHS)
+    found: dict[int, Tensor] = {}
+    total = torch.zeros(())
+
+    def loss(packed, output):  # type: ignore[no-untyped-def]
+        nonlocal total
+        whole = _gather_vocabulary(output[0], mesh)
+        parts = whole.split(packed.lengths)
+        tokens = packed.tokens.split(packed.lengths)
+        for i, part in zip(packed.ids, parts, strict=False):
+            found[i] = part.detach().clone()
+        value = sum(
+            F.cross_entropy(part[:-1], t[1:], reduction="sum") / denominator
+            for _, part, t in zip(packed.ids, parts, tokens, strict=False)
+        )
+        total = total + value.detach()
+        return value * len(batches) * mesh.dp_size, {}
+
+    def step(iterator, chunk):  # type: ignore[no-untyped-def]
+        packed = next(iterator)
+        ends = torch.tensor([0, *packed.lengths]).cumsum(0).int()
+        longest = max(packed.lengths)
+        params = PackedSeqParams("thd", ends, ends, None, None, longest, longest)
+        tokens = packed.tokens.unsqueeze(0)
+        output = chunk(tokens, torch.zeros_like(tokens), None, packed_seq_params=params)
+        return output, partial(loss, packed)
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    torch.distributed.all_reduce(total, group=mesh.dp_group)
+    return found, total
+
+
+def _gather_vocabulary(logits: Tensor, mesh) -> Tensor:  # type: ignore[no-untyped-def]
+    """[t, padded / tp] of each rank -> [t, vocabulary]"""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits, mesh.tp_group)[:, : ARCH.vocab_size]

@@ -1,0 +1,107 @@
+"""A tiny model with the same weights in every layout, and one pass of a fixed batch over it."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rltrain.config.policy import ParallelConfig
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.local import local_parameters
+from rltrain.weights.mapping import HfTensor, assemble
+from rltrain.weights.placement import Placement
+
+if TYPE_CHECKING:  # it imports Megatron, which only the ranks need
+    from rltrain.policy.mesh import Mesh
+
+# An odd vocabulary, which tp=2 has to pad, and a dense layer between two with experts.
+ARCH = Architecture(
+    family="qwen3_moe",
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=48,
+    vocab_size=61,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    max_positions=64,
+    num_experts=8,
+    experts_per_token=2,
+    expert_size=24,
+    norm_topk_prob=True,
+    moe_layers=(0, 2),
+)
+# Two a data-parallel rank of 4; the tokens of ranks and micro-batches differ widely.
+LENGTHS = (3, 17, 5, 9, 2, 30, 1, 12)
+
+
+@dataclass(frozen=True)
+class Layout:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sequences_per_micro_batch: int = 2
+
+
+def seeded(tensor: HfTensor) -> Tensor:
+    """The weight of that Hugging Face name: the same wherever it is asked for."""
+    seed = int.from_bytes(hashlib.sha256(tensor.name.encode()).digest()[:4], "big")
+    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    return 1 + values / 5 if len(tensor.shape) == 1 else values / 4
+
+
+@torch.no_grad()
+def fill(chunks: Sequence[nn.Module], arch: Architecture, mesh: "Mesh") -> None:
+    """What loading a checkpoint of `seeded` weights would do."""
+
+    def read(tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
+        return seeded(tensor).narrow(dim, start, stop - start)
+
+    placement = Placement.of(mesh)
+    held = local_parameters(chunks, arch, placement)
+    for parameter in parameters(arch):
+        if parameter.name in held:
+            source = assemble(parameter, read, arch, parameter.axis(placement))
+            held[parameter.name].copy_(source)
+
+
+def sequences(vocab_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (n,), generator=generator) for n in LENGTHS]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences end to end, and after them as much padding as makes ``tp`` divide the length."""
+
+    ids: tuple[int, ...]
+    tokens: Tensor  # [t]
+    lengths: list[int]  # the padding is a sequence of its own
+
+
+def micro_batches(layout: Layout, mesh: "Mesh") -> Iterator[Packed]:
+    every = sequences(ARCH.vocab_size)
+    share = len(every) // mesh.dp_size
+    first = mesh.dp_rank * share
+    for start in range(first, first + share, layout.sequences_per_micro_batch):
+        ids = tuple(range(start, start + layout.sequences_per_micro_batch))
+        tokens = torch.cat([every[i] for i in ids])
+        padding = -len(tokens) % mesh.tp_size
+        lengths = [len(every[i]) for i in ids] + [padding] * (padding > 0)
+        yield Packed(ids, torch.cat([tokens, tokens.new_zeros(padding)]), lengths)
+
+
+def gather_gradient_shards(chunks: Sequence[nn.Module]) -> None:
+    """Make ``main_grad`` whole: the distributed optimizer's buffers hold one data-parallel shard."""
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
