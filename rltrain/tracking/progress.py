@@ -1,0 +1,79 @@
+"""What the person who started the run sees: a line a step, and a bar if there is a terminal."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+logger = logging.getLogger(__name__)
+
+# The metric, what it is called on the line, and how its value is written.
+KEY_NUMBERS = (
+    ("sft/loss", "loss", "{:.3f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("eval/accuracy", "accuracy", "{:.1%}"),
+    ("routing/coverage", "coverage", "{:.4g}"),
+    ("mismatch/k3", "k3", "{:.1e}"),
+    ("time/step", "", "{:.1f} s/step"),
+)
+RECENT_STEPS = 20
+
+
+class ProgressLine:
+    """Shows steps as they are logged; plain log lines where the output is no terminal."""
+
+    def __init__(self, num_steps: int, first_step: int, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._num_steps = num_steps
+        self._done = first_step
+        self._last = time.monotonic()
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
+            self._task = self._bar.add_task("starting", total=num_steps, completed=first_step)
+            self._bar.start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        self._durations.append(now - self._last)
+        self._last = now
+        self._done += 1
+        line = f"step {step}  {key_numbers(metrics)}"
+        left = max(self._num_steps - self._done, 0)
+        eta = f"{duration(left * sum(self._durations) / len(self._durations))} left"
+        if self._bar is None:
+            logger.info("%s  (%s of %s, %s)", line, self._done, self._num_steps, eta)
+            return
+        self._bar.console.print(line, highlight=False, markup=False)
+        self._bar.update(self._task, completed=self._done, description=eta)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def key_numbers(metrics: Mapping[str, float]) -> str:
+    shown = (
+        f"{label} {form.format(metrics[name])}".strip()
+        for name, label, form in KEY_NUMBERS
+        if name in metrics
+    )
+    return "  ".join(shown)
+
+
+def duration(seconds: float) -> str:
+    """``75`` as ``1m15s``; two units at most, the way a person says it."""
+    total = round(seconds)
+    days, hours, minutes = total // 86400, total // 3600 % 24, total // 60 % 60
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    if minutes:
+        return f"{minutes}m{total % 60:02}s"
+    return f"{total}s"

@@ -1,0 +1,27 @@
+"""Takes secrets out of what is written to disk or sent to a server."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+REDACTED = "[redacted]"
+# A whole word of the key: "hf_token" is a secret, "max_tokens" and "tokenizer" are not.
+SECRET_KEY = re.compile(
+    r"(^|[_\-.])(api_?key|access_?key|private_?key|token|secret|password|passwd|credentials?)$",
+    re.I,
+)
+SPECIAL_TOKEN = re.compile(r"(^|_)(pad|eos|bos|unk|mask)_token$", re.I)
+URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """A copy with every string under a secret-looking key, and every login in a URL, replaced."""
+    if isinstance(value, Mapping):
+        return {name: redacted(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item, key) for item in value]
+    if not isinstance(value, str):
+        return value
+    if SECRET_KEY.search(key) and not SPECIAL_TOKEN.search(key):
+        return REDACTED
+    return URL_LOGIN.sub(REDACTED, value)

@@ -1,0 +1,148 @@
+"""Where a run's numbers go: one call a step, and every place has them.
+
+The run folder gets config.yaml, versions.json, metrics.jsonl, samples.jsonl, outcome.json and
+report.html; the report is written from those files alone, also when the run failed.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from rich.console import Console
+
+from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
+from rltrain.tracking.metrics import check
+from rltrain.tracking.progress import ProgressLine
+from rltrain.tracking.redact import redacted
+from rltrain.tracking.report import write_report
+from rltrain.tracking.wandb import WandbRun
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_COLUMNS = ("prompt", "response", "answer", "reward", "finish_reason")
+
+
+class Tracker:
+    """Composes metrics.jsonl, wandb, the progress line and the report of one run.
+
+        with Tracker(run_dir, config.tracking, config.model_dump(mode="json"), versions,
+                     num_steps=60) as tracker:
+            tracker.log(step, {"reward/mean": 0.4})
+            tracker.samples(step, rows)
+
+    Args:
+        run_dir: exists and is writable.
+        config: the resolved configuration as plain data; secret-looking values are redacted.
+        versions: what ran and on what, name to text, for versions.json and the report's header.
+        num_steps: steps of the whole run, for the ETA.
+        first_step: where the run starts; above 0 it resumes, and lines of metrics.jsonl at or past
+            that step are dropped.
+
+    Raises:
+        OSError: when the run folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tracking: TrackingConfig,
+        config: Mapping[str, Any],
+        versions: Mapping[str, str],
+        *,
+        num_steps: int,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self.run_dir = run_dir
+        self._num_samples = tracking.num_samples
+        (run_dir / "outcome.json").unlink(missing_ok=True)
+        _write(run_dir / "config.yaml", yaml.safe_dump(redacted(config), sort_keys=False))
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        _write(run_dir / "versions.json", json.dumps({"started": started, **versions}, indent=2))
+        self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
+        self._samples = JsonlWriter(run_dir / "samples.jsonl", first_step)
+        self._wandb = None
+        if tracking.wandb != "disabled":
+            self._wandb = WandbRun(run_dir, tracking, config, resumed=first_step > 0)
+        self._progress = ProgressLine(num_steps, first_step, console)
+        self._finished = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log all numbers of one step, once a step.
+
+        Raises:
+            ValueError: a name that is not in the catalogue, or a value that is not a number.
+        """
+        check(metrics)
+        self._metrics.write(step, metrics)
+        if self._wandb is not None:
+            self._wandb.log(step, metrics)
+        self._progress.step(step, metrics)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the first ``tracking.num_samples`` rollouts, each with all of ``SAMPLE_COLUMNS``."""
+        kept = [_sample(row) for row in rows[: self._num_samples]]
+        for row in kept:
+            self._samples.write(step, row)
+        if self._wandb is not None and kept:
+            self._wandb.log_samples(step, kept)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Close everything and write report.html; call it with the error that ended the run."""
+        if self._finished:
+            return
+        self._finished = True
+        # The stack runs each of these, last in first out, whatever the others raise.
+        with ExitStack() as stack:
+            stack.callback(self._write_report)
+            stack.callback(self._finish_wandb, error)
+            stack.callback(self._write_outcome, error)
+            stack.callback(self._samples.close)
+            stack.callback(self._metrics.close)
+            stack.callback(self._progress.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.finish(error)
+
+    def _write_outcome(self, error: BaseException | None) -> None:
+        outcome = {
+            "state": "finished" if error is None else "failed",
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        _write(self.run_dir / "outcome.json", json.dumps(outcome, indent=2))
+
+    def _finish_wandb(self, error: BaseException | None) -> None:
+        if self._wandb is not None:
+            rows = read_jsonl(self.run_dir / "metrics.jsonl")
+            self._wandb.finish(rows, failed=error is not None)
+
+    def _write_report(self) -> None:
+        logger.info("report: %s", write_report(self.run_dir))
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    if set(row) != set(SAMPLE_COLUMNS):
+        raise ValueError(f"a sample needs {', '.join(SAMPLE_COLUMNS)}; found {', '.join(row)}")
+    texts = {name: str(row[name]) for name in SAMPLE_COLUMNS if name != "reward"}
+    reward = None if row["reward"] is None else float(row["reward"])
+    return {name: reward if name == "reward" else texts[name] for name in SAMPLE_COLUMNS}
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text + "\n", encoding="utf-8")

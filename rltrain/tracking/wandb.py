@@ -1,0 +1,173 @@
+"""Weights & Biases: the run, its step axis, the table of samples and the dashboard.
+
+What plain ``wandb`` can do is name the step axis and summary of a metric, and log charts and
+tables; its live page always groups metrics by the part of the name before the slash. The sections
+of ``tracking.dashboard`` therefore appear as custom charts when a run finishes, and as a saved
+view of the project by ``save_dashboard``, which needs ``wandb-workspaces`` and a server.
+
+Online, steps that a resumed run repeats stand twice on the step axis: wandb cannot take back what
+was sent. metrics.jsonl has them once.
+"""
+
+import logging
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import urlparse
+
+import wandb
+
+from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.dashboard import DASHBOARD, Panel, panel_lines
+from rltrain.tracking.metrics import METRICS
+from rltrain.tracking.redact import redacted
+
+logger = logging.getLogger(__name__)
+
+STEP = "trainer/step"
+Mode = Literal["online", "offline", "disabled"]
+
+
+class WandbRun:
+    """One wandb run, kept over resumes by the id in ``<run_dir>/wandb_id``."""
+
+    def __init__(
+        self, run_dir: Path, tracking: TrackingConfig, config: Mapping[str, Any], *, resumed: bool
+    ) -> None:
+        mode = choose_mode(tracking.wandb, os.environ)
+        try:
+            self._run = _start(run_dir, tracking, config, mode, resumed=resumed)
+        except wandb.errors.CommError as error:
+            if tracking.wandb != "auto" or mode != "online":
+                raise
+            logger.warning("wandb cannot be reached (%s): this run goes on offline", error)
+            mode = "offline"
+            self._run = _start(run_dir, tracking, config, mode, resumed=resumed)
+        (run_dir / "wandb_id").write_text(self._run.id, encoding="utf-8")
+        logger.info("wandb is %s, run %s", mode, self._run.url or self._run.id)
+        _define_metrics(self._run)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({STEP: step, **metrics})
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of its own for every evaluation; wandb shows them with a step slider."""
+        columns = ["step", *rows[0]]
+        table = wandb.Table(columns=columns, data=[[step, *row.values()] for row in rows])
+        self._run.log({STEP: step, "samples": table})
+
+    def finish(self, rows: Sequence[Mapping[str, Any]], *, failed: bool) -> None:
+        """Draw the dashboard from the rows of metrics.jsonl and close the run."""
+        charts = {
+            f"{section}/{panel.title}": chart
+            for section, panels in DASHBOARD.items()
+            for panel in panels
+            if (chart := _chart(panel, rows)) is not None
+        }
+        if charts:
+            self._run.log(charts)
+        self._run.finish(exit_code=int(failed))
+
+
+def choose_mode(wanted: str, environment: Mapping[str, str]) -> Mode:
+    """``auto`` obeys WANDB_MODE, then is online when there are credentials, else offline."""
+    if wanted != "auto":
+        return cast(Mode, wanted)
+    mode = environment.get("WANDB_MODE", "")
+    if mode in ("online", "offline", "disabled"):
+        return cast(Mode, mode)
+    return "online" if _logged_in(environment) else "offline"
+
+
+def _logged_in(environment: Mapping[str, str]) -> bool:
+    """Whether wandb would find a key without asking for one."""
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
+    host = urlparse(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return path.is_file() and host in netrc.netrc(path).hosts
+    except netrc.NetrcParseError as error:
+        logger.warning("%s cannot be read (%s): taken as not logged in to wandb", path, error)
+        return False
+
+
+def _start(
+    run_dir: Path,
+    tracking: TrackingConfig,
+    config: Mapping[str, Any],
+    mode: Mode,
+    *,
+    resumed: bool,
+) -> wandb.Run:
+    id_file = run_dir / "wandb_id"
+    known = id_file.read_text(encoding="utf-8") if resumed and id_file.is_file() else None
+    return wandb.init(
+        project=tracking.project,
+        name=tracking.name,
+        dir=run_dir,
+        config=redacted(config),
+        mode=mode,
+        id=known,
+        resume="allow" if known and mode == "online" else None,
+        reinit="create_new",
+        # Our progress line and wandb's capture of the terminal would fight for it.
+        settings=wandb.Settings(console="off", silent=True),
+    )
+
+
+def _define_metrics(run: wandb.Run) -> None:
+    run.define_metric(STEP, hidden=True)
+    best = {"higher": "last,max", "lower": "last,min", "neither": "last"}
+    for metric in METRICS:
+        run.define_metric(metric.glob, step_metric=STEP, summary=best[metric.better])
+
+
+def _chart(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> Any | None:
+    lines = panel_lines(panel, rows)
+    if not lines:
+        return None
+    return wandb.plot.line_series(
+        xs=[steps for steps, _ in lines.values()],
+        ys=[values for _, values in lines.values()],
+        keys=list(lines),
+        title=panel.title,
+        xname="step",
+        split_table=True,
+    )
+
+
+def dashboard_view(entity: str, project: str) -> Any:
+    """The dashboard as a ``wandb_workspaces`` workspace, not yet saved."""
+    try:
+        reports = import_module("wandb_workspaces.reports.v2")
+        workspaces = import_module("wandb_workspaces.workspaces")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "the saved wandb view needs wandb-workspaces: pip install wandb-workspaces"
+        ) from error
+
+    def plot(panel: Panel) -> Any:
+        family = next((name for name in panel.metrics if "{" in name), None)
+        lines = {"metric_regex": family.split("{")[0] + ".*"} if family else {"y": panel.metrics}
+        return reports.LinePlot(title=panel.title, x=STEP, log_y=panel.log_scale, **lines)
+
+    sections = [
+        workspaces.Section(name=name, panels=[plot(panel) for panel in panels], is_open=True)
+        for name, panels in DASHBOARD.items()
+    ]
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name="rltrain",
+        sections=sections,
+        settings=workspaces.WorkspaceSettings(x_axis=STEP),
+    )
+
+
+def save_dashboard(entity: str, project: str) -> str:
+    """Save the dashboard as a new view of the project on the wandb server; returns its URL."""
+    return str(dashboard_view(entity, project).save().url)

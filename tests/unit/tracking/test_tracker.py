@@ -1,0 +1,138 @@
+"""The tracker: every place gets every number, and a failing run still leaves its report."""
+
+import io
+import json
+
+import pytest
+import yaml
+from rich.console import Console
+
+from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.jsonl import read_jsonl
+from rltrain.tracking.progress import duration, key_numbers
+from rltrain.tracking.redact import REDACTED, redacted
+from rltrain.tracking.tracker import SAMPLE_COLUMNS, Tracker
+
+TRACKING = TrackingConfig(wandb="disabled", num_samples=2)
+SAMPLE = dict.fromkeys(SAMPLE_COLUMNS, "x") | {"reward": 1}
+
+
+def _tracker(folder, **options):
+    return Tracker(folder, TRACKING, {"a": 1}, {"torch": "2"}, num_steps=4, **options)
+
+
+def test_a_run_leaves_its_files(tmp_path):
+    with _tracker(tmp_path) as tracker:
+        tracker.log(0, {"reward/mean": 0.5})
+        tracker.samples(0, [SAMPLE] * 5)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.5}]
+    assert [row["reward"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [1.0, 1.0]
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"a": 1}
+    assert json.loads((tmp_path / "versions.json").read_text())["torch"] == "2"
+    assert json.loads((tmp_path / "outcome.json").read_text())["state"] == "finished"
+    assert (tmp_path / "report.html").exists()
+
+
+def test_an_error_ends_the_run_with_a_report_and_is_not_swallowed(tmp_path):
+    with pytest.raises(RuntimeError, match="engine died"), _tracker(tmp_path) as tracker:
+        tracker.log(0, {"reward/mean": 0.5})
+        raise RuntimeError("engine died")
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert (outcome["state"], outcome["error"]) == ("failed", "RuntimeError: engine died")
+    assert "engine died" in (tmp_path / "report.html").read_text()
+
+
+def test_a_step_with_an_unknown_name_is_not_logged_at_all(tmp_path):
+    with _tracker(tmp_path) as tracker:
+        with pytest.raises(ValueError, match="nearest is 'reward/mean'"):
+            tracker.log(0, {"reward/std": 0.1, "reward/men": 0.5})
+        assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_sample_without_all_columns_is_refused(tmp_path):
+    with _tracker(tmp_path) as tracker, pytest.raises(ValueError, match="needs prompt, response"):
+        tracker.samples(0, [{"prompt": "x"}])
+
+
+def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
+    with _tracker(tmp_path) as tracker:
+        for step in range(3):
+            tracker.log(step, {"reward/mean": 0.1})
+            tracker.samples(step, [SAMPLE])
+    with _tracker(tmp_path, first_step=1) as tracker:
+        assert not (tmp_path / "outcome.json").exists()
+        tracker.log(1, {"reward/mean": 0.9})
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.1), (1, 0.9)]
+    assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0]
+
+
+METRICS = {"reward/mean": 0.4127, "eval/accuracy": 0.482, "mismatch/k3": 3.1e-5, "time/step": 5.21}
+
+
+def test_without_a_terminal_each_step_is_a_log_line(tmp_path, caplog):
+    caplog.set_level("INFO", logger="rltrain.tracking.progress")
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with _tracker(tmp_path, console=console) as tracker:
+        tracker.log(0, METRICS)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "rltrain.tracking.progress"]
+    assert line.startswith("step 0  reward 0.413  accuracy 48.2%  k3 3.1e-05  5.2 s/step  (1 of 4,")
+    assert console.file.getvalue() == ""
+
+
+def test_in_a_terminal_there_is_a_bar_with_an_eta(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with _tracker(tmp_path, first_step=2, console=console) as tracker:
+        tracker.log(2, METRICS)
+    shown = console.file.getvalue()
+    assert "step 2  reward 0.413" in shown
+    assert "3/4" in shown
+    assert "0s left" in shown
+
+
+def test_key_numbers_leave_out_what_was_not_measured():
+    assert key_numbers({"routing/coverage": 1.0}) == "coverage 1"
+    assert key_numbers({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (75, "1m15s"), (3600, "1h00m"), (7384, "2h03m"), (90000, "1d01h")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+SECRET = "s3cr3t-value"
+
+
+def test_secrets_are_taken_out_wherever_they_hide():
+    config = {
+        "wandb_api_key": SECRET,
+        "hub": {"HF_TOKEN": SECRET, "list": [{"password": SECRET}]},
+        "tokens": {"auth-token": [SECRET]},
+        "path": f"https://user:{SECRET}@host/data",
+    }
+    clean = redacted(config)
+    assert SECRET not in str(clean)
+    assert clean["path"] == f"https://{REDACTED}@host/data"
+    assert SECRET in str(config)
+
+
+def test_what_only_sounds_secret_stays():
+    config = {
+        "max_response_tokens": 48,
+        "tokenizer": "path",
+        "aggregation": "token_mean",
+        "pad_token": "<pad>",
+        "max_tokens_per_micro_batch": 4096,
+        "key": "prompt",
+    }
+    assert redacted(config) == config
+
+
+def test_the_environment_names_what_computes():
+    found = describe_environment()
+    assert {"python", "torch", "machine"} <= set(found)
+    assert "GiB" in found["machine"]

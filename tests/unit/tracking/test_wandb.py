@@ -1,0 +1,160 @@
+"""An offline wandb run, read back with wandb's own reader."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.dashboard import DASHBOARD, panel_lines
+from rltrain.tracking.metrics import METRICS, find
+from rltrain.tracking.tracker import Tracker
+from rltrain.tracking.wandb import STEP, choose_mode, dashboard_view
+
+LAYERS = {f"routing/overlap/layer_{i}": 0.9 for i in (1, 2)}
+CONFIG = {"trainer": {"seed": 7}, "hub": {"hf_token": "hf_do_not_show"}}
+
+
+def read_back(folder):
+    """The records of each run in the folder, the oldest first, by `wandb leet inspect`."""
+    files = sorted(
+        folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
+    )
+    environment = os.environ | {"WANDB_ERROR_REPORTING": "false"}
+    return [
+        [
+            json.loads(line)
+            for line in subprocess.run(
+                [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            ).stdout.splitlines()
+        ]
+        for file in files
+    ]
+
+
+def _records(run, kind):
+    return [record[kind] for record in run if record["type"] == kind]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of two steps that fails, and its resumption."""
+    folder = tmp_path_factory.mktemp("run")
+    tracking = TrackingConfig(wandb="offline", project="test", name="two-steps")
+    sample = {"prompt": "1+1", "response": "2", "answer": "2", "reward": 1, "finish_reason": "stop"}
+    for first_step in (0, 2):
+        tracker = Tracker(folder, tracking, CONFIG, {}, num_steps=4, first_step=first_step)
+        for step in (first_step, first_step + 1):
+            tracker.log(step, {"reward/mean": 0.25 * step, "mismatch/k3": 1e-5, **LAYERS})
+        tracker.samples(first_step, [sample, sample])
+        tracker.finish(None if first_step else RuntimeError("cut off"))
+    return read_back(folder)
+
+
+def test_metrics_lie_on_the_step_axis(runs):
+    history = [r["item"] for r in _records(runs[0], "history") if "reward/mean" in r["item"]]
+    assert [(item[STEP], item["reward/mean"]) for item in history] == [(0, 0), (1, 0.25)]
+    assert history[0]["routing/overlap/layer_2"] == 0.9
+
+
+def test_every_metric_of_the_catalogue_has_the_step_axis(runs):
+    defined = {
+        record.get("name") or record["glob_name"]: record for record in _records(runs[0], "metric")
+    }
+    for metric in METRICS:
+        assert defined[metric.glob]["step_metric"] == STEP
+    assert defined["eval/accuracy"]["summary"]["max"] is True
+    assert defined["mismatch/k3"]["summary"]["min"] is True
+
+
+def test_samples_are_a_table(runs):
+    (item,) = [r["item"] for r in _records(runs[0], "history") if "samples._type" in r["item"]]
+    assert item["samples._type"] == "table-file"
+    assert (item["samples.nrows"], item["samples.ncols"], item[STEP]) == (2, 6, 0)
+
+
+def test_the_dashboard_is_in_the_run_by_section(runs):
+    charts = {name for r in _records(runs[0], "config") for name in _charts(r)}
+    titles = {"learning/reward", "mismatch/k3, as trained and native", "routing/overlap per layer"}
+    assert titles <= charts
+    assert "performance/step time" not in charts  # nothing was logged that it could show
+
+
+def _charts(record):
+    return record.get("update", {}).get("_wandb", {}).get("visualize", {})
+
+
+def test_no_secret_reaches_wandb(runs):
+    (started,) = _records(runs[0], "run")
+    assert started["config"]["update"]["trainer"] == {"seed": 7}
+    assert "hf_do_not_show" not in json.dumps(runs)
+
+
+def test_a_resumed_run_keeps_its_id_and_a_failed_one_says_so(runs):
+    first, second = runs
+    assert _records(first, "run")[0]["run_id"] == _records(second, "run")[0]["run_id"]
+    assert _records(first, "exit")[0]["exit_code"] == 1
+    assert _records(second, "exit")[0].get("exit_code", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "mode"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k"}, "online"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+        ("auto", {"WANDB_MODE": "disabled"}, "disabled"),
+        ("offline", {"WANDB_API_KEY": "k"}, "offline"),
+        ("online", {}, "online"),
+    ],
+)
+def test_the_mode(tmp_path, wanted, environment, mode):
+    assert choose_mode(wanted, {"NETRC": str(tmp_path / "none"), **environment}) == mode
+
+
+def test_a_netrc_with_the_server_in_it_is_a_login(tmp_path):
+    path = tmp_path / "netrc"
+    path.write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert choose_mode("auto", {"NETRC": str(path)}) == "online"
+    elsewhere = {"NETRC": str(path), "WANDB_BASE_URL": "https://wandb.example.com"}
+    assert choose_mode("auto", elsewhere) == "offline"
+
+
+def test_the_dashboard_has_the_sections_and_only_known_metrics():
+    assert list(DASHBOARD) == ["learning", "mismatch", "routing", "rollout", "performance"]
+    for panels in DASHBOARD.values():
+        for panel in panels:
+            for name in panel.metrics:
+                assert find(name.replace("{layer}", "1"))
+
+
+def test_a_family_is_one_line_a_member():
+    (panel,) = [p for p in DASHBOARD["routing"] if p.title == "overlap per layer"]
+    rows = [
+        {"step": 4, **LAYERS, "routing/overlap": 0.1},
+        {"step": 5, "routing/overlap/layer_1": 0.8},
+    ]
+    assert panel_lines(panel, rows) == {
+        "routing/overlap/layer_1": ([4, 5], [0.9, 0.8]),
+        "routing/overlap/layer_2": ([4], [0.9]),
+    }
+
+
+def test_the_saved_view_has_every_panel():
+    pytest.importorskip("wandb_workspaces")
+    view = dashboard_view("entity", "project")
+    spec = view._to_model().spec.model_dump(by_alias=True, mode="json")
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == list(DASHBOARD)
+    for section in sections:
+        titles = [panel["config"]["chartTitle"] for panel in section["panels"]]
+        assert titles == [panel.title for panel in DASHBOARD[section["name"]]]
+        assert {panel["config"]["xAxis"] for panel in section["panels"]} == {STEP}
