@@ -53,8 +53,8 @@ class PolicyConfig(Section):
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     transformer_engine: Literal["auto", "never"] = "auto"
     """``auto`` uses Transformer Engine on GPUs where it is installed, else the torch backend."""
-    threads: Positive = 1
-    """CPU only: intra-op threads of each rank."""
+    threads: Positive | None = None
+    """CPU only: intra-op threads of each rank; null shares the cores evenly."""
 
     @model_validator(mode="after")
     def layouts_that_are_proven(self) -> Self:

@@ -76,6 +76,11 @@ class PolicyGroup:
                 raise GetTimeoutError(f"{len(waiting)} workers did not answer")
             ray.get(done)
 
+    def shutdown(self) -> None:
+        """End the workers; their GPUs and memory are free for others."""
+        for worker in self._workers:
+            ray.kill(worker)
+
     # A step
 
     def begin_step(self, batch: Batch) -> None:

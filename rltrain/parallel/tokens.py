@@ -59,7 +59,8 @@ def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
         reads = torch.full((size,), PAD)
         reads[:n] = torch.arange(start, start + n)
         predicts = torch.full((size,), PAD)
-        predicts[: max(n - 1, 0)] = torch.arange(start + 1, start + n)
+        if n > 1:
+            predicts[: n - 1] = torch.arange(start + 1, start + n)
         tokens.append(_context_parallel_slice(reads, grid))
         targets.append(_context_parallel_slice(predicts, grid))
         start += n

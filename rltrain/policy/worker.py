@@ -6,6 +6,7 @@ object store, R2's from its own log-probability pass.
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,7 +64,8 @@ class PolicyWorker:
         self.device = torch.device(device)
         self.model_path = model_path
         if self.device.type == "cpu":
-            torch.set_num_threads(config.policy.threads)
+            shared = max(1, (os.cpu_count() or 1) // config.policy.parallel.world_size)
+            torch.set_num_threads(config.policy.threads or shared)
             from rltrain.patches.megatron import apply_cpu
 
             apply_cpu()
@@ -113,7 +115,9 @@ class PolicyWorker:
             self.reference = self._on_mesh(chunks)
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
-        return ModelOnMesh(chunks, self.arch, self.mesh, self.config.rollout.temperature)
+        sampled = self.config.algorithm.type != "sft"
+        temperature = self.config.rollout.temperature if sampled else 1.0
+        return ModelOnMesh(chunks, self.arch, self.mesh, temperature)
 
     @property
     def _reports(self) -> bool:
@@ -269,3 +273,9 @@ class PolicyWorker:
         """The next bucket of weights in shared memory, None at the end. Collective."""
         bucket = self._writer.next_bucket()
         return bucket if self.mesh.rank == 0 else None
+
+    def export(self, path: str, dtype: str) -> None:
+        """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
+        from rltrain.weights.export import export_huggingface
+
+        export_huggingface(path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype))

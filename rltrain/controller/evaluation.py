@@ -1,0 +1,83 @@
+"""Judging responses, and greedy accuracy on held-out problems."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rltrain.config import Config
+from rltrain.data.problem import Problem
+from rltrain.data.prompts import Tokenizer
+from rltrain.environments.pool import RewardPool, RewardResult, Sample
+from rltrain.rollout.generator import Generator
+from rltrain.rollout.types import Rollout
+from rltrain.tracking.timers import StepTimer
+from rltrain.tracking.tracker import Tracker
+
+
+def judge(
+    pool: RewardPool, tokenizer: Tokenizer, problems: Sequence[Problem], rollouts: Sequence[Rollout]
+) -> list[RewardResult]:
+    """The reward of every rollout; ``problems`` are those of the prompts, G rollouts to each."""
+    group_size, rest = divmod(len(rollouts), len(problems))
+    assert rest == 0
+    samples = []
+    for i, rollout in enumerate(rollouts):
+        problem = problems[i // group_size]
+        text = tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
+        columns = {**problem.columns, "prompt": problem.prompt}
+        name = f"prompt {problem.id[:12]} sample {i % group_size}"
+        samples.append(Sample(text, problem.answer, columns, name))
+    return pool.score(samples)
+
+
+INTEGER = re.compile(r"-?\d+")
+
+
+@dataclass
+class Evaluator:
+    """Answers every held-out problem once, greedily."""
+
+    config: Config
+    held_out: Sequence[Problem]
+    generator: Generator
+    pool: RewardPool
+    tokenizer: Tokenizer
+    tracker: Tracker
+
+    def is_due(self, step: int) -> bool:
+        every, last = self.config.trainer.eval_every, self.config.trainer.steps
+        return every > 0 and (step % every == 0 or step == last)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy is the share of full rewards; a format error is a response of which no answer can
+        be read."""
+        timer = StepTimer()
+        with timer.phase("eval"):
+            rollouts = self.generator.greedy(self.held_out)
+            results = judge(self.pool, self.tokenizer, self.held_out, rollouts)
+        self.tracker.samples(step, [self._row(*row) for row in zip(self.held_out, rollouts, results, strict=True)])
+        values = [result.value or 0.0 for result in results]
+        lengths = [len(rollout.response_tokens) for rollout in rollouts]
+        unreadable = [not self._is_readable(*pair) for pair in zip(self.held_out, rollouts, strict=True)]
+        return {
+            "eval/accuracy": sum(value >= 1.0 for value in values) / len(values),
+            "eval/format_error_fraction": sum(unreadable) / len(unreadable),
+            "eval/response_length_mean": sum(lengths) / len(lengths),
+        }
+
+    def _is_readable(self, problem: Problem, rollout: Rollout) -> bool:
+        """It ended by itself and, where answers are compared as they stand, is of the answer's kind."""
+        text = self.tokenizer.decode(rollout.response_tokens, skip_special_tokens=True).strip()
+        if rollout.finish_reason == "length" or not text:
+            return False
+        literal = self.config.data.reward.function == "exact" and INTEGER.fullmatch(str(problem.answer))
+        return INTEGER.fullmatch(text) is not None if literal else True
+
+    def _row(self, problem: Problem, rollout: Rollout, result: RewardResult) -> dict[str, object]:
+        return {
+            "prompt": problem.prompt,
+            "response": self.tokenizer.decode(rollout.response_tokens, skip_special_tokens=False),
+            "answer": problem.answer,
+            "reward": result.value,
+            "finish_reason": rollout.finish_reason,
+        }

@@ -1,0 +1,195 @@
+"""The loop: generate, reward, score, update, sync."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from transformers import AutoTokenizer
+
+from rltrain.algorithms.mismatch import mismatch_metrics
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.controller import stages
+from rltrain.controller.cluster import Cluster, cluster
+from rltrain.controller.evaluation import Evaluator, judge
+from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller.supervised import warm_started_model
+from rltrain.controller.weight_sync import sync_weights
+from rltrain.data.loader import PromptLoader
+from rltrain.data.problems import load_problems
+from rltrain.environments.pool import RewardPool
+from rltrain.policy.worker import Scored
+from rltrain.rollout.generator import Generator
+from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.timers import StepTimer
+from rltrain.tracking.tracker import Tracker
+from rltrain.weights.architecture import Architecture, read_architecture
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trainer:
+    """GRPO (arXiv:2402.03300, algorithm 1) with routing replay (arXiv:2510.11370)."""
+
+    config: Config
+    arch: Architecture
+    prompts: PromptLoader
+    generator: Generator
+    pool: RewardPool
+    policy: PolicyGroup
+    evaluator: Evaluator
+    tracker: Tracker
+
+    def train(self) -> None:
+        self.sync_weights()
+        self.tracker.log(0, self.evaluator.evaluate(0))
+        for step in range(1, self.config.trainer.steps + 1):
+            self.step(step)
+
+    def step(self, step: int) -> None:
+        timer, metrics = StepTimer(), dict[str, float]()
+        with timer.phase("generate"):
+            problems = next(self.prompts)
+            batch, rollouts = self.generator.generate(problems, step)
+        with timer.phase("reward"):
+            batch = self.reward(batch, problems, rollouts, step, metrics)
+        with timer.phase("old_logprobs"):
+            self.policy.begin_step(batch)
+            batch, scored = self.score(batch, step)
+        with timer.phase("native_logprobs"):
+            self.compare_with_native(batch, scored, step, metrics)
+        with timer.phase("ref_logprobs"):
+            batch = self.score_reference(batch)
+        with timer.phase("advantages"):
+            batch = stages.with_advantages(batch, self.config.algorithm, self.config.trainer.mini_batches)
+        with timer.phase("update"):
+            metrics |= stages.update_metrics(self.update(batch))
+        with timer.phase("weight_sync"):
+            self.sync_weights()
+        if self.evaluator.is_due(step):
+            with timer.phase("eval"):
+                metrics |= self.evaluator.evaluate(step)
+        self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
+
+    # The stages
+
+    def reward(
+        self, batch: Batch, problems: Sequence[Any], rollouts: Sequence[Any], step: int, metrics: dict[str, float]
+    ) -> Batch:
+        """Judge every response; one whose reward failed leaves the loss."""
+        judged = judge(self.pool, self.evaluator.tokenizer, problems, rollouts)
+        shuffle = self.config.data.reward.shuffle
+        batch = stages.with_rewards(
+            batch, [j.value for j in judged], shuffle_seed=step if shuffle else None
+        )
+        metrics |= stages.reward_metrics(batch, sum(j.status == "timeout" for j in judged))
+        metrics |= stages.rollout_metrics(batch, sum(r.finish_reason == "length" for r in rollouts))
+        return batch
+
+    def score(self, batch: Batch, step: int) -> tuple[Batch, Scored]:
+        """Old log-probabilities: R3 replays the rollout's routes here, R2 records its own."""
+        mode = self.config.routing_replay.mode
+        scored = self.policy.score(
+            routing="rollout" if mode == "r3" else "native",
+            measure=self.measures(batch, step),
+            record=mode == "r2",
+        )
+        return batch.with_fields(old_logprobs=scored.logprobs), scored
+
+    def compare_with_native(
+        self, batch: Batch, scored: Scored, step: int, metrics: dict[str, float]
+    ) -> None:
+        """How far the trainer is from the rollout: as trained and, on sampled steps, without replay."""
+        rollout, mask = batch.rollout_logprobs, batch.response_mask
+        native = scored
+        if scored.agreement is not None:
+            metrics |= stages.overlap_metrics(scored.agreement, self.arch.experts_per_token)
+            self.check_overlap(scored.agreement.shared, scored.agreement.num_rows)
+            if self.config.routing_replay.mode == "r3":
+                native = self.policy.score(routing="native", measure=True)
+        flipped = native.agreement.flipped if native.agreement is not None else None
+        metrics |= mismatch_metrics(scored.logprobs, rollout, mask, flipped)
+        if flipped is not None:
+            metrics |= mismatch_metrics(native.logprobs, rollout, mask, flipped, area="mismatch_native")
+            metrics["routing/flipped_token_fraction"] = float(flipped[mask].float().mean())
+
+    def measures(self, batch: Batch, step: int) -> bool:
+        every = self.config.routing_replay.sample_every
+        return batch.rollout_expert_indices is not None and (step - 1) % every == 0
+
+    def check_overlap(self, shared: dict[int, int], num_rows: int) -> None:
+        """The gate on meaning: well-formed routes of other tokens, layers or weights stop here."""
+        if self.config.routing_replay.mode != "r3":
+            return
+        bound, owed = self.config.routing_replay.min_overlap, num_rows * self.arch.experts_per_token
+        for layer, count in shared.items():
+            if count < bound * owed:
+                raise RuntimeError(
+                    f"layer {layer}: native routing shares {count / owed:.3f} of the experts that were "
+                    f"captured in the rollout, expected routing_replay.min_overlap={bound} or more (chance is "
+                    f"{self.arch.experts_per_token / self.arch.num_experts:.3f}). The routes are not those of "
+                    "these tokens, this layer or these weights"
+                )
+
+    def score_reference(self, batch: Batch) -> Batch:
+        if self.config.algorithm.kl_coef == 0:
+            return batch
+        replay = self.config.routing_replay.reference == "replay"
+        scored = self.policy.score(routing="rollout" if replay else "native", of="reference")
+        return batch.with_fields(ref_logprobs=scored.logprobs)
+
+    def update(self, batch: Batch) -> Any:
+        names = ["old_logprobs", "advantages", "loss_weights"]
+        names += ["ref_logprobs"] if batch.ref_logprobs is not None else []
+        routing = {"off": "native", "r2": "recorded", "r3": "rollout"}[self.config.routing_replay.mode]
+        return self.policy.update({name: getattr(batch, name) for name in names}, routing=routing)
+
+    def sync_weights(self) -> None:
+        sync_weights(
+            self.policy, self.generator.engines, self.config.rollout.dtype, self.config.cluster.call_timeout_s
+        )
+
+
+def run(config: Config) -> None:
+    """Start everything a run needs, train, and leave a report whatever happens."""
+    run_dir = Path(config.trainer.output_dir)
+    with ExitStack() as stack:
+        placed = stack.enter_context(cluster(config))
+        path = Path(config.model.path) if config.model.path else warm_started_model(config, placed)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
+        arch = read_architecture(path)
+        engines, capabilities = start_engines(config, path, arch, placed)
+        policy = PolicyGroup(config, str(path), placed.device, placed.policy_options)
+        versions = describe_environment() | {"engine": json.dumps(capabilities())}
+        pool = stack.enter_context(RewardPool(config.data.reward))
+        plain = config.model_dump(mode="json")
+        tracker = stack.enter_context(
+            Tracker(run_dir, config.tracking, plain, versions, num_steps=config.trainer.steps)
+        )
+        generator = Generator(engines, config)
+        trainer = Trainer(
+            config=config,
+            arch=arch,
+            prompts=PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed),
+            generator=generator,
+            pool=pool,
+            policy=policy,
+            evaluator=Evaluator(config, problems.held_out, generator, pool, tokenizer, tracker),
+            tracker=tracker,
+        )
+        trainer.train()
+
+
+def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:
+    generated = int(batch.response_mask.sum())
+    return times | {
+        "throughput/tokens_per_second": batch.num_tokens / times["time/step"],
+        "throughput/generated_tokens_per_second": generated / times["time/generate"],
+    }
