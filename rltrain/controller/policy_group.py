@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import StepPlan, plan_step
-from rltrain.policy.worker import Agreement, PolicyWorker, Scored, Updated
+from rltrain.policy.actor import PolicyActor
+from rltrain.policy.types import Agreement, Scored, Updated
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PolicyGroup:
         self._timeout = config.cluster.call_timeout_s
         # The rendezvous is a file of this run alone: no port to collide with or to listen on.
         folder = Path(tempfile.mkdtemp(prefix="rltrain-rendezvous-"))
-        actor = ray.remote(PolicyWorker).options(**actor_options)
+        actor = ray.remote(PolicyActor).options(**actor_options)
         self._workers = [
             actor.remote(config, rank, f"file://{folder}/world", model_path, device)
             for rank in range(config.policy.parallel.world_size)
@@ -50,7 +51,7 @@ class PolicyGroup:
         refs = []
         for rank, worker in enumerate(self._workers):
             args, kwargs = arguments(rank)
-            refs.append(getattr(worker, method).remote(*args, **kwargs))
+            refs.append(worker.call.remote(method, *args, **kwargs))
         limit = timeout or self._timeout
         try:
             self._first_error(refs, limit)
@@ -60,6 +61,8 @@ class PolicyGroup:
                 f"policy.{method}: expected an answer of all {len(refs)} workers within {limit:.0f} s. "
                 "One hangs or is slow: see the logs in the run's folder, or raise cluster.call_timeout_s"
             ) from error
+        except RayTaskError as error:
+            raise RuntimeError(f"policy.{method}: {type(error.cause).__name__}: {error.cause}") from error
         except RayActorError as error:
             raise RuntimeError(
                 f"policy.{method}: a policy worker died ({error}). Often it ran out of memory: see the "

@@ -10,7 +10,7 @@ from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.controller.policy_group import Update
-from rltrain.policy.worker import Agreement
+from rltrain.policy.types import Agreement
 
 
 def with_rewards(batch: Batch, rewards: Sequence[float | None], *, shuffle_seed: int | None = None) -> Batch:

@@ -1,5 +1,6 @@
 """The loop: generate, reward, score, update, sync."""
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -7,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-import torch
 from transformers import AutoTokenizer
 
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import stages
-from rltrain.controller.cluster import Cluster, cluster
+from rltrain.controller.cluster import cluster
+from rltrain.controller.engines import start_engines
 from rltrain.controller.evaluation import Evaluator, judge
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.supervised import warm_started_model
@@ -23,7 +23,7 @@ from rltrain.controller.weight_sync import sync_weights
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problems import load_problems
 from rltrain.environments.pool import RewardPool
-from rltrain.policy.worker import Scored
+from rltrain.policy.types import Scored
 from rltrain.rollout.generator import Generator
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.timers import StepTimer

@@ -5,10 +5,7 @@ step's shard of sequences at a time, so routes reach it once and never leave: R3
 object store, R2's from its own log-probability pass.
 """
 
-import logging
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,101 +15,66 @@ from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.parallel.tokens import TokenGrid
+from rltrain.policy.mesh import init_mesh
 from rltrain.policy.micro_batch import MicroBatch, cut
+from rltrain.policy.model import build_model
+from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes import ModelOnMesh, accumulate, score
 from rltrain.policy.replay import num_recomputations
 from rltrain.policy.routes import fetch_routes
+from rltrain.policy.types import Agreement, Plan, Scored, Updated
 from rltrain.routing.agreement import flipped_before, num_shared
 from rltrain.routing.codec import decode
-
-logger = logging.getLogger(__name__)
-
-Plan = Sequence[Sequence[int]]  # sequence numbers of the shard, per micro-batch
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What native routing shares with the rollout's, over rows whose routes were captured."""
-
-    num_rows: int
-    shared: dict[int, int]  # layer -> experts that both chose, summed over rows
-    flipped: Tensor  # bool, tokens with a differing choice before them  # [N]
-    flipped_rows: int  # rows with a differing choice in any layer
-
-
-@dataclass(frozen=True)
-class Scored:
-    logprobs: Tensor  # [N]
-    agreement: Agreement | None
-
-
-@dataclass(frozen=True)
-class Updated:
-    """One optimizer update: sums to be added over data-parallel ranks, and what all ranks share."""
-
-    totals: dict[str, float]
-    maxima: dict[str, float]
-    grad_norm: float
-    lr: float
-
+from rltrain.weights.architecture import read_architecture
+from rltrain.weights.export import export_huggingface
+from rltrain.weights.load import load_huggingface
+from rltrain.weights.sender import full_tensors
+from rltrain.weights.transport import BucketWriter
 
 class PolicyWorker:
     """One rank of the policy: its part of the model, of the optimizer, and of a step's sequences."""
 
-    def __init__(self, config: Config, rank: int, init_method: str, model_path: str, device: str) -> None:
+    def __init__(
+        self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
+    ) -> None:
         self.config = config
-        self.device = torch.device(device)
+        self.device = device
         self.model_path = model_path
-        if self.device.type == "cpu":
-            shared = max(1, (os.cpu_count() or 1) // config.policy.parallel.world_size)
-            torch.set_num_threads(config.policy.threads or shared)
-            from rltrain.patches.megatron import apply_cpu
-
-            apply_cpu()
-        torch.manual_seed(config.trainer.seed)
-        self._build(rank, init_method)
-        self.shard: Batch | None = None
-        self.recorded_routes: Tensor | None = None
-
-    def _build(self, rank: int, init_method: str) -> None:
-        # Imported here: on a CPU these modules look for CUDA unless the shim is in place first.
-        from rltrain.policy.mesh import init_mesh
-        from rltrain.policy.model import build_model
-        from rltrain.policy.optimizer import build_optimizer, take_step
-        from rltrain.weights.architecture import read_architecture
-        from rltrain.weights.load import load_huggingface
-
-        config, policy = self.config, self.config.policy
-        self.arch = read_architecture(self.model_path)
+        self.arch = read_architecture(model_path)
         self.mesh = init_mesh(
-            policy.parallel,
+            config.policy.parallel,
             rank,
-            policy.parallel.world_size,
+            config.policy.parallel.world_size,
             init_method,
-            self.device,
+            device,
             seed=config.trainer.seed,
             timeout_s=config.cluster.call_timeout_s,
         )
-        replays = self.arch.num_experts > 0
-        build = {"device": self.device, "routing_replay": replays}
-        self.chunks = build_model(
-            self.arch, policy, self.mesh, freeze_router=config.optimizer.freeze_router, **build
-        )
-        load_huggingface(self.model_path, self.chunks, self.arch, self.mesh)
+        self.chunks = self._load(ddp=True)
         self.optimizer, self.learning_rate = build_optimizer(
             self.chunks,
             config.optimizer,
-            policy.precision,
-            self.device,
+            config.policy.precision,
+            device,
             total_updates=config.trainer.steps * config.trainer.mini_batches,
         )
-        self._take_step = take_step
         self.model = self._on_mesh(self.chunks)
-        self.reference: ModelOnMesh | None = None
-        if config.algorithm.kl_coef > 0:
-            chunks = build_model(self.arch, policy, self.mesh, ddp=False, **build)
-            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
-            self.reference = self._on_mesh(chunks)
+        self.reference = self._on_mesh(self._load(ddp=False)) if config.algorithm.kl_coef > 0 else None
+        self.shard: Batch | None = None
+        self.recorded_routes: Tensor | None = None
+
+    def _load(self, *, ddp: bool) -> list[torch.nn.Module]:
+        chunks = build_model(
+            self.arch,
+            self.config.policy,
+            self.mesh,
+            device=self.device,
+            routing_replay=self.arch.num_experts > 0,
+            ddp=ddp,
+            freeze_router=self.config.optimizer.freeze_router,
+        )
+        load_huggingface(self.model_path, chunks, self.arch, self.mesh)
+        return chunks
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
         sampled = self.config.algorithm.type != "sft"
@@ -219,7 +181,7 @@ class PolicyWorker:
             recomputations=num_recomputations(self.config.policy.recompute),
         )
         lr = self.learning_rate.step()
-        grad_norm = self._take_step(self.optimizer)
+        grad_norm = take_step(self.optimizer)
         return self._summed(found, grad_norm, lr) if self._reports else None
 
     def _objective(self, mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
@@ -263,9 +225,6 @@ class PolicyWorker:
 
     def begin_weight_stream(self, dtype: str) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype."""
-        from rltrain.weights.sender import full_tensors
-        from rltrain.weights.transport import BucketWriter
-
         tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
         self._writer = BucketWriter(tensors, write=self.mesh.rank == 0)
 
@@ -276,6 +235,4 @@ class PolicyWorker:
 
     def export(self, path: str, dtype: str) -> None:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
-        from rltrain.weights.export import export_huggingface
-
         export_huggingface(path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype))

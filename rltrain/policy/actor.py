@@ -1,0 +1,30 @@
+"""The process of a policy worker. Imports Megatron only there, and only once it can be imported."""
+
+import os
+from typing import Any
+
+from rltrain.config import Config
+
+
+class PolicyActor:
+    """The Ray actor: prepares its process, then hands every call to a `PolicyWorker`."""
+
+    def __init__(
+        self, config: Config, rank: int, init_method: str, model_path: str, device: str
+    ) -> None:
+        import torch
+
+        from rltrain.patches.megatron import apply_cpu, apply_fixes
+
+        if device == "cpu":
+            shared = max(1, (os.cpu_count() or 1) // config.policy.parallel.world_size)
+            torch.set_num_threads(config.policy.threads or shared)
+            apply_cpu()
+        apply_fixes()
+        torch.manual_seed(config.trainer.seed)
+        from rltrain.policy.worker import PolicyWorker
+
+        self._worker = PolicyWorker(config, rank, init_method, model_path, torch.device(device))
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._worker, method)(*args, **kwargs)

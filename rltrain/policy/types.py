@@ -1,0 +1,34 @@
+"""What policy workers are asked and answer; imported where Megatron is not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Plan = Sequence[Sequence[int]]  # sequence numbers of the shard, per micro-batch
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What native routing shares with the rollout's, over rows whose routes were captured."""
+
+    num_rows: int
+    shared: dict[int, int]  # layer -> experts that both chose, summed over rows
+    flipped: Tensor  # bool, tokens with a differing choice before them  # [N]
+    flipped_rows: int  # rows with a differing choice in any layer
+
+
+@dataclass(frozen=True)
+class Scored:
+    logprobs: Tensor  # [N]
+    agreement: Agreement | None
+
+
+@dataclass(frozen=True)
+class Updated:
+    """One optimizer update: sums to be added over data-parallel ranks, and what all ranks share."""
+
+    totals: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    lr: float

@@ -1,0 +1,67 @@
+"""Overlap, flips, and what routers are told to choose."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
+from rltrain.routing.agreement import flipped_before, num_shared, overlap_per_layer, spread_experts
+from rltrain.routing.align import last_rows, router_targets
+
+
+def distinct(num_rows: int, k: int, num_experts: int, seed: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(num_experts, generator=g)[:k] for _ in range(num_rows)])
+
+
+@given(st.integers(0, 1000), st.integers(1, 4))
+def test_num_shared_is_the_size_of_the_intersection(seed: int, k: int) -> None:
+    a, b = distinct(10, k, 6, seed), distinct(10, k, 6, seed + 1)
+    expected = [len(set(x) & set(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    assert num_shared(a, b).tolist() == expected
+    assert num_shared(a, a.flip(-1)).tolist() == [k] * 10
+
+
+def test_overlap_is_a_mean_over_masked_rows() -> None:
+    shared = torch.tensor([[2, 0], [1, 2], [0, 0]])
+    mask = torch.tensor([True, True, False])
+    assert overlap_per_layer(shared, mask, 2).tolist() == [0.75, 0.5]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_a_flip_touches_later_tokens_of_its_own_sequence(flips: list[list[bool]]) -> None:
+    expected = [any(seq[:t]) for seq in flips for t in range(len(seq))]
+    lens = torch.tensor([len(seq) for seq in flips])
+    found = flipped_before(torch.tensor([f for seq in flips for f in seq]), lens)
+    assert found.tolist() == expected
+
+
+@given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 8))
+def test_padding_experts_are_distinct_and_spread(rows: int, k: int, more: int) -> None:
+    num_experts = k + more
+    experts = spread_experts(rows, k, num_experts)
+    assert all(len(set(row)) == k for row in experts.tolist())
+    load = torch.bincount(experts.flatten(), minlength=num_experts)
+    assert int(load.max() - load.min()) <= 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+def test_router_targets_follow_their_tokens(seq_lens: list[int], tp: int, cp: int) -> None:
+    n, layers, k, num_experts = sum(seq_lens), 3, 2, 8
+    routes = torch.stack([distinct(n, k, num_experts, layer) for layer in range(layers)], dim=1)
+    mask = ~last_rows(torch.tensor(seq_lens))
+    for grid in (TokenGrid(tp, t, cp, c) for t in range(tp) for c in range(cp)):
+        index = layout_tokens(seq_lens, grid).routers
+        experts, replayed = router_targets(routes.to(torch.uint8), mask, index, num_experts)
+        assert experts.dtype == torch.uint8
+        for slot, token in enumerate(index.tolist()):
+            if token == PAD:
+                assert bool(replayed[slot])
+                assert all(len(set(row)) == k for row in experts[slot].tolist())
+            else:
+                assert experts[slot].tolist() == routes[token].tolist()
+                assert bool(replayed[slot]) == bool(mask[token])
+
+
+def test_last_rows() -> None:
+    assert last_rows(torch.tensor([2, 1, 3])).tolist() == [False, True, True, False, False, True]
