@@ -37,9 +37,15 @@ class DataConfig(Section):
     path: str | None = None
     """File or dataset folder of ``jsonl``, ``parquet`` and ``huggingface``."""
     eval_path: str | None = None
-    """Held-out problems. Null holds out the last ``eval_size`` rows of the shuffled data."""
+    """Held-out problems. Null holds out ``eval_size`` rows, drawn with ``seed``, of the data."""
+    split: str = "train"
+    """The split of a Hugging Face dataset folder."""
+    eval_split: str | None = None
+    """The split with the held-out problems, of ``eval_path`` or, when that is null, of ``path``."""
     prompt_column: str = "prompt"
     """Text, or a list of chat messages with ``role`` and ``content``."""
+    as_chat: bool = False
+    """Wrap a prompt that is text as one user message, for models that were tuned to chat."""
     answer_column: str = "answer"
     task: str | None = None
     """The reasoning-gym task."""
@@ -67,6 +73,15 @@ class DataConfig(Section):
                     f"source={self.source} makes its problems and would ignore {name}={path}: "
                     "choose data=jsonl, parquet or huggingface, or drop it"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def only_dataset_folders_have_splits(self) -> Self:
+        if self.source != "huggingface" and (self.split != "train" or self.eval_split is not None):
+            raise ValueError(
+                f"source={self.source} has no splits: drop data.split and data.eval_split, "
+                "or name a second file with data.eval_path"
+            )
         return self
 
     @model_validator(mode="after")

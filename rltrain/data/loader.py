@@ -1,0 +1,106 @@
+"""An endless, seeded, resumable loader of the prompts of each step."""
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from rltrain.data.problem import Problem
+
+
+class PromptLoader:
+    """Lists of ``prompts_per_step`` problems, without end, shuffled anew every epoch.
+
+    A step never holds a problem twice: what an epoch leaves over after its last full step is
+    not used in that epoch. ``state_dict`` is plain JSON data; loading it into a new loader over
+    the same problems goes on exactly where the old one stopped.
+
+    Raises:
+        ValueError: when there are fewer problems than one step needs.
+    """
+
+    def __init__(self, problems: Sequence[Problem], prompts_per_step: int, seed: int) -> None:
+        if len(problems) < prompts_per_step:
+            raise ValueError(
+                f"a step takes trainer.prompts_per_step={prompts_per_step} different prompts and "
+                f"there are {len(problems)}: lower it or add data"
+            )
+        self._fingerprint = _fingerprint(problems, prompts_per_step, seed)
+        self._loader: StatefulDataLoader[list[Problem]] = StatefulDataLoader(
+            problems,  # type: ignore[arg-type]  # a sequence is a map-style dataset
+            batch_sampler=_Sampler(len(problems), prompts_per_step, seed),
+            collate_fn=list,
+        )
+        self._iterator: Iterator[list[Problem]] | None = None
+
+    def __iter__(self) -> Iterator[list[Problem]]:
+        return self
+
+    def __next__(self) -> list[Problem]:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return next(self._iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self._fingerprint, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``.
+
+        Raises:
+            ValueError: when it was saved over other problems, another seed or step size.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                "the checkpoint's data position was saved with other data, data.seed, trainer.seed "
+                "or trainer.prompts_per_step: resume with those of the checkpoint, or start anew"
+            )
+        self._loader.load_state_dict(state["loader"])
+        self._iterator = None
+
+
+def _fingerprint(problems: Sequence[Problem], prompts_per_step: int, seed: int) -> str:
+    digest = hashlib.sha256(f"{prompts_per_step} {seed}".encode())
+    for problem in problems:
+        digest.update(problem.id.encode())
+    return digest.hexdigest()
+
+
+class _Sampler:
+    """What the loader iterates to get the indices of each step."""
+
+    def __init__(self, num_problems: int, prompts_per_step: int, seed: int) -> None:
+        self.num_problems, self.prompts_per_step, self.seed = num_problems, prompts_per_step, seed
+
+    def __iter__(self) -> "_Position":
+        return _Position(self)
+
+
+class _Position:
+    """Where an iteration is: the epoch and the number of steps taken in it."""
+
+    def __init__(self, sampler: _Sampler) -> None:
+        self.sampler = sampler
+        self.load_state_dict({"epoch": 0, "step": 0})
+
+    def __iter__(self) -> "_Position":
+        return self
+
+    def __next__(self) -> list[int]:
+        size = self.sampler.prompts_per_step
+        if (self.step + 1) * size > self.sampler.num_problems:
+            self.load_state_dict({"epoch": self.epoch + 1, "step": 0})
+        start = self.step * size
+        self.step += 1
+        return self.order[start : start + size]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.order = list(range(self.sampler.num_problems))
+        # A string seed is hashed, so epochs of neighbouring seeds are unrelated.
+        random.Random(f"{self.sampler.seed}/{self.epoch}").shuffle(self.order)

@@ -1,0 +1,63 @@
+"""One problem: a prompt as tokens, what a reward function needs to judge a response, and an id."""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+RESERVED_COLUMNS = frozenset({"response", "prompt", "answer"})
+"""Names under which a reward function gets our own arguments."""
+
+
+def problem_id(prompt: str) -> str:
+    """SHA-256 of the prompt's text, in hex: proves sets disjoint and goes into sampling seeds."""
+    return hashlib.sha256(prompt.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt that was templated and tokenized once: token in, token out from here on.
+
+    ``prompt`` is the exact text of ``prompt_tokens`` (without tokens that the tokenizer adds), and
+    ``columns`` is everything else the dataset says about the row; it reaches the reward function.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    prompt: str
+    answer: Any
+    columns: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            object.__setattr__(self, "id", problem_id(self.prompt))
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Three sets that share no prompt.
+
+    Raises:
+        ValueError: when two of them share one.
+    """
+
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+    warm_start: tuple[Problem, ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = {"train": self.train, "held-out": self.held_out, "warm-start": self.warm_start}
+        seen: dict[str, str] = {}
+        for name, problems in parts.items():
+            shared = [p for p in problems if p.id in seen]
+            if shared:
+                raise ValueError(
+                    f"{len(shared)} {name} problems are also {seen[shared[0].id]} problems, "
+                    f"e.g. {shorten(shared[0].prompt)!r}. "
+                    "Sets must not overlap, or the evaluation measures memory: take them out of one"
+                )
+            seen |= {p.id: name for p in problems}
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """The text, cut to about ``limit`` characters, for messages."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

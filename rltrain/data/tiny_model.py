@@ -1,0 +1,106 @@
+"""The tiny model: a random Qwen3-MoE and its tokenizer in an ordinary Hugging Face folder."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rltrain.config.model import ModelConfig, TinyModel
+from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raise it when the same configuration starts to mean other weights, so that no cache is stale."""
+
+
+def random_model_path(model: ModelConfig) -> Path:
+    """Where the untrained tiny model is cached: its configuration and seed decide."""
+    return _cached(model, "random", model.tiny.model_dump(exclude={"warm_start"}))
+
+
+def warm_started_path(model: ModelConfig) -> Path:
+    """Where the warm-started tiny model is cached: that of its supervised steps decides too."""
+    return _cached(model, "warm", model.tiny.model_dump())
+
+
+def build_random_model(model: ModelConfig) -> Path:
+    """The folder of the untrained tiny model, built unless it is cached."""
+    path = random_model_path(model)
+    if not path.exists():
+        save_atomically(path, lambda folder: save_tiny_model(model.tiny, folder))
+        logger.info("built the tiny model in %s", path)
+    return path
+
+
+def save_atomically(path: Path, save: Callable[[Path], None]) -> None:
+    """Run ``save`` on a folder beside ``path`` and rename it there: a cache is whole or absent.
+
+    Raises:
+        ValueError: when the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {path.parent} ({error.strerror}): set model.cache_dir to a folder "
+            "that can be written"
+        ) from error
+    try:
+        save(folder)
+        if not path.exists():  # another process may have been faster
+            os.rename(folder, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_tiny_model(tiny: TinyModel, folder: Path) -> None:
+    """Write config, random fp32 weights and tokenizer; the same seed gives the same bytes."""
+    tokenizer = tiny_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(tiny.seed)
+        network = Qwen3MoeForCausalLM(_architecture(tiny))
+    network.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _architecture(tiny: TinyModel) -> Qwen3MoeConfig:
+    tokenizer = tiny_tokenizer()
+    return Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=tiny.hidden_size,
+        num_hidden_layers=tiny.num_layers,
+        num_attention_heads=tiny.num_heads,
+        num_key_value_heads=tiny.num_kv_heads,
+        head_dim=tiny.head_dim,
+        num_experts=tiny.num_experts,
+        num_experts_per_tok=tiny.experts_per_token,
+        moe_intermediate_size=tiny.expert_size,
+        intermediate_size=tiny.expert_size,  # of a dense layer, and there is none
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+
+
+def _cached(model: ModelConfig, kind: str, content: dict[str, object]) -> Path:
+    text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Path(model.cache_dir).expanduser() / f"tiny-{kind}-{digest}"

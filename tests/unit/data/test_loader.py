@@ -1,0 +1,67 @@
+"""The loader is endless, seeded, never repeats a problem in an epoch, and resumes exactly."""
+
+import json
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.data.loader import PromptLoader
+from rltrain.data.problem import Problem
+
+PROBLEMS = [Problem((i,), f"{i}+0=", str(i)) for i in range(23)]
+
+
+def take(loader: PromptLoader, steps: int) -> list[list[str]]:
+    return [[p.answer for p in step] for step in islice(loader, steps)]
+
+
+@given(
+    size=st.integers(1, 23), done=st.integers(0, 12), more=st.integers(1, 12), seed=st.integers()
+)
+def test_k_steps_and_a_resume_equal_all_steps(size, done, more, seed):
+    whole = take(PromptLoader(PROBLEMS, size, seed), done + more)
+    first, second = (PromptLoader(PROBLEMS, size, seed) for _ in range(2))
+    assert take(first, done) == whole[:done]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert take(second, more) == whole[done:]
+    assert take(first, more) == whole[done:]  # saving did not disturb it
+
+
+@given(size=st.integers(1, 23), seed=st.integers())
+def test_an_epoch_has_full_steps_of_different_problems(size, seed):
+    steps = 23 // size
+    epochs = take(PromptLoader(PROBLEMS, size, seed), 2 * steps)
+    for epoch in (epochs[:steps], epochs[steps:]):
+        answers = [answer for step in epoch for answer in step]
+        assert len(answers) == len(set(answers)) == steps * size
+
+
+def test_seeds_and_epochs_give_other_orders():
+    orders = [tuple(map(tuple, take(PromptLoader(PROBLEMS, 23, seed), 2))) for seed in range(5)]
+    assert len({epoch for order in orders for epoch in order}) == 10
+
+
+def test_a_loader_in_use_can_be_rewound():
+    loader = PromptLoader(PROBLEMS, 5, 0)
+    state = loader.state_dict()
+    first = take(loader, 7)
+    loader.load_state_dict(state)
+    assert take(loader, 7) == first
+
+
+def test_a_state_of_other_data_is_refused():
+    state = PromptLoader(PROBLEMS, 5, 0).state_dict()
+    for other in (
+        PromptLoader(PROBLEMS[:-1], 5, 0),
+        PromptLoader(PROBLEMS, 4, 0),
+        PromptLoader(PROBLEMS, 5, 1),
+    ):
+        with pytest.raises(ValueError, match="saved with other data, data.seed, trainer.seed or"):
+            other.load_state_dict(state)
+
+
+def test_fewer_problems_than_a_step_needs():
+    with pytest.raises(ValueError, match="prompts_per_step=24 different prompts and there are 23"):
+        PromptLoader(PROBLEMS, 24, 0)
