@@ -137,7 +137,7 @@ def test_an_empty_or_missing_file_is_refused(tmp_path, tokenizer):
     empty = write_jsonl(tmp_path / "empty.jsonl", [])
     with pytest.raises(ValueError, match=r"empty.jsonl has no rows"):
         load_problems(config_of(empty), tokenizer)
-    with pytest.raises(ValueError, match="no file or folder .*nothing.jsonl"):
+    with pytest.raises(ValueError, match=r"no file or folder .*nothing\.jsonl"):
         load_problems(config_of(str(tmp_path / "nothing.jsonl")), tokenizer)
 
 
@@ -201,7 +201,7 @@ def test_splits_of_a_saved_dataset(tmp_path, tokenizer):
     DatasetDict(splits).save_to_disk(path)
     problems = load_problems(config_of(path, "huggingface", eval_split="test"), tokenizer)
     assert [len(problems.train), len(problems.held_out)] == [12, 5]
-    with pytest.raises(ValueError, match="no split 'dev' but train, test: set data.split"):
+    with pytest.raises(ValueError, match=r"no split 'dev' but train, test: set data\.split"):
         load_problems(config_of(path, "huggingface", split="dev"), tokenizer)
     with pytest.raises(ValidationError, match="source=jsonl has no splits"):
         config_of(path, "jsonl", split="dev")
