@@ -36,7 +36,7 @@ class TrainerConfig(Section):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints; the last step always saves. 0 never does."""
     keep: Positive = 2
     trust: bool = False
     """Open a checkpoint from elsewhere. Its format holds pickles, which can run code."""

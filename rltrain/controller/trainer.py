@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller import stages
+from rltrain.controller import checkpoint, stages
 from rltrain.controller.cluster import cluster
 from rltrain.controller.engines import start_engines
 from rltrain.controller.evaluation import Evaluator, judge
@@ -46,10 +46,12 @@ class Trainer:
     evaluator: Evaluator
     tracker: Tracker
 
-    def train(self) -> None:
+    def train(self, done: int) -> None:
+        """Go on after step ``done``, 0 for a fresh run."""
         self.sync_weights()
-        self.tracker.log(0, self.evaluator.evaluate(0))
-        for step in range(1, self.config.trainer.steps + 1):
+        if done == 0 and self.config.trainer.eval_every:
+            self.tracker.log(0, self.evaluator.evaluate(0))
+        for step in range(done + 1, self.config.trainer.steps + 1):
             self.step(step)
 
     def step(self, step: int) -> None:
@@ -75,6 +77,9 @@ class Trainer:
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
                 metrics |= self.evaluator.evaluate(step)
+        if self.saves(step):
+            with timer.phase("checkpoint"):
+                self.save(step)
         self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
 
     # The stages
@@ -149,6 +154,27 @@ class Trainer:
         names += ["ref_logprobs"] if batch.ref_logprobs is not None else []
         routing = {"off": "native", "r2": "recorded", "r3": "rollout"}[self.config.routing_replay.mode]
         return self.policy.update({name: getattr(batch, name) for name in names}, routing=routing)
+
+    def saves(self, step: int) -> bool:
+        every = self.config.checkpoint.every
+        return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
+
+    def save(self, step: int) -> None:
+        state = {"prompts": self.prompts.state_dict()}
+        checkpoint.save(self.run_dir, step, self.policy, state, self.config.checkpoint.keep)
+
+    def resume(self) -> int:
+        """Load the newest checkpoint of this run, if asked to and there is one; returns its step."""
+        found = checkpoint.checkpoints(self.run_dir)
+        if self.config.trainer.resume == "never" or not found:
+            return 0
+        state = checkpoint.restore(found[-1], self.run_dir, self.policy, self.config.checkpoint)
+        self.prompts.load_state_dict(state["prompts"])
+        return int(state["step"])
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.trainer.output_dir)
 
     def sync_weights(self) -> None:
         sync_weights(

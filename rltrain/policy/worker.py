@@ -15,6 +15,7 @@ from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.parallel.tokens import TokenGrid
+from rltrain.policy import checkpoint
 from rltrain.policy.mesh import init_mesh
 from rltrain.policy.micro_batch import MicroBatch, cut
 from rltrain.policy.model import build_model
@@ -30,6 +31,7 @@ from rltrain.weights.export import export_huggingface
 from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
 from rltrain.weights.transport import BucketWriter
+
 
 class PolicyWorker:
     """One rank of the policy: its part of the model, of the optimizer, and of a step's sequences."""
@@ -236,3 +238,13 @@ class PolicyWorker:
     def export(self, path: str, dtype: str) -> None:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
         export_huggingface(path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype))
+
+    # Checkpoints
+
+    def save(self, folder: str) -> None:
+        """Write parameters and optimizer state. Collective; the folder is on a disk all ranks share."""
+        checkpoint.save(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote. Collective."""
+        checkpoint.load(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)

@@ -1,0 +1,101 @@
+"""Checkpoints of a run: written beside the old one, proven by a manifest, swapped in by rename.
+
+    <run>/checkpoints/step_000010/
+        policy/        Megatron's distributed checkpoint
+        state.json     step, data position, weight version
+        manifest.json  size and SHA-256 of every other file
+
+Megatron's format holds pickles, which run code when opened. So a checkpoint is opened only if every
+file is what its manifest says and it lies in this run's own folder, or ``checkpoint.trust`` is set.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rltrain.config.trainer import CheckpointConfig
+from rltrain.controller.policy_group import PolicyGroup
+
+logger = logging.getLogger(__name__)
+
+STATE, MANIFEST, POLICY = "state.json", "manifest.json", "policy"
+
+
+def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], keep: int) -> Path:
+    """Write the checkpoint of ``step``; older ones than the ``keep`` newest go, after it is there.
+
+    Raises:
+        RuntimeError: the disk is full or cannot be written; the older checkpoints are untouched.
+    """
+    target = _folder(run_dir) / f"step_{step:06d}"
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / POLICY).mkdir(parents=True)
+        policy.call("save", str(partial / POLICY))
+        (partial / STATE).write_text(json.dumps({"step": step, **state}))
+        manifest = {str(p.relative_to(partial)): _entry(p) for p in sorted(partial.rglob("*")) if p.is_file()}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(partial, target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RuntimeError(
+            f"checkpoint of step {step} not written to {target}: {error}. Older checkpoints are untouched; "
+            "free some space and resume with trainer.resume=auto"
+        ) from error
+    for old in checkpoints(run_dir)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The complete ones, oldest first."""
+    return sorted(p.parent for p in _folder(run_dir).glob(f"step_*/{MANIFEST}"))
+
+
+def restore(path: Path, run_dir: Path, policy: PolicyGroup, config: CheckpointConfig) -> dict[str, Any]:
+    """Load a checkpoint into the policy; returns the state that was saved with it.
+
+    Raises:
+        ValueError: it is not from this run and not trusted, or a file is not what it was.
+    """
+    verify(path, run_dir, trust=config.trust)
+    policy.call("load", str(path / POLICY))
+    state: dict[str, Any] = json.loads((path / STATE).read_text())
+    logger.info("resumed after step %d from %s", state["step"], path)
+    return state
+
+
+def verify(path: Path, run_dir: Path, *, trust: bool) -> None:
+    """Raise ValueError unless ``path`` may be opened."""
+    if not trust and _folder(run_dir).resolve() not in path.resolve().parents:
+        raise ValueError(
+            f"{path} is not from this run's folder {run_dir}. A checkpoint holds pickles, which can run any "
+            "code: set checkpoint.trust=true only if you know who wrote it"
+        )
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"{path}: expected {MANIFEST} beside the checkpoint's files, found none")
+    expected = json.loads((path / MANIFEST).read_text())
+    found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST}
+    if found != set(expected):
+        raise ValueError(
+            f"{path}: its manifest and its files differ: missing {sorted(set(expected) - found)}, unknown "
+            f"{sorted(found - set(expected))}. It was copied in part or changed; use an older checkpoint"
+        )
+    for name, entry in expected.items():
+        if _entry(path / name) != entry:
+            raise ValueError(f"{path / name}: its content is not what {MANIFEST} says; use an older checkpoint")
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
