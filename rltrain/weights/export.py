@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.load import INDEX, SINGLE
-from rltrain.weights.mapping import Placement
+from rltrain.weights.placement import Grid
 from rltrain.weights.sender import full_tensors
 
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
@@ -25,7 +25,7 @@ def export_huggingface(
     source: str | Path,
     chunks: Sequence[nn.Module],
     arch: Architecture,
-    placement: Placement = Placement(),  # noqa: B008 (frozen)
+    mesh: Grid,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = GIB,
 ) -> None:
@@ -36,7 +36,7 @@ def export_huggingface(
     so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
     ``ValueError`` when ``path`` exists.
     """
-    tensors = full_tensors(chunks, arch, placement, dtype)
+    tensors = full_tensors(chunks, arch, mesh, dtype)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass

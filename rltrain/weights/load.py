@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import HfTensor, Placement, assemble
+from rltrain.weights.mapping import HfTensor, assemble
+from rltrain.weights.placement import Grid, Placement
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,10 +23,7 @@ _DTYPES = {"F32", "F16", "BF16"}
 
 @torch.no_grad()
 def load_huggingface(
-    path: str | Path,
-    chunks: Sequence[nn.Module],
-    arch: Architecture,
-    placement: Placement = Placement(),  # noqa: B008 (frozen)
+    path: str | Path, chunks: Sequence[nn.Module], arch: Architecture, mesh: Grid
 ) -> None:
     """Fills ``chunks`` (this rank's Megatron models) from the safetensors files in ``path``.
 
@@ -35,12 +33,13 @@ def load_huggingface(
     exactly this architecture's.
     """
     checkpoint = open_checkpoint(path, arch)
+    placement = Placement.of(mesh)
     held = local_parameters(chunks, arch, placement)
     for parameter in parameters(arch):
         if parameter.name not in held:
             continue
         target = held[parameter.name]
-        source = assemble(parameter, checkpoint.read, arch, placement.cut_axis(parameter))
+        source = assemble(parameter, checkpoint.read, arch, parameter.axis(placement))
         assert source.shape == target.shape, (
             f"{parameter.name}: the model has {list(target.shape)}, the map {list(source.shape)}"
         )

@@ -7,7 +7,7 @@ from torch import nn
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.mapping import Placement
+from rltrain.weights.placement import Placement
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")

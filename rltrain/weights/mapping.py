@@ -8,16 +8,14 @@ inverse to each other, bit by bit.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rltrain.weights.architecture import Architecture
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from rltrain.weights.placement import Axis, Placement
 
 
 @dataclass(frozen=True)
@@ -82,28 +80,11 @@ class Parameter:
     copy: bool = False
     """It holds again what another parameter owns (tied embeddings): loaded, never sent."""
 
-
-@dataclass(frozen=True)
-class Axis:
-    """This rank's place on one axis of the process grid. ``group`` is for collectives only."""
-
-    rank: int = 0
-    size: int = 1
-    group: "ProcessGroup | None" = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where this rank stands; the default is a single process."""
-
-    tp: Axis = Axis()
-    etp: Axis = Axis()
-    ep: Axis = Axis()
-    pp: Axis = Axis()
-
-    def cut_axis(self, parameter: Parameter) -> Axis:
-        """The axis that cuts this parameter, if its rule says that it is cut."""
-        return self.tp if parameter.expert is None else self.etp
+    def axis(self, placement: Placement) -> Axis:
+        """The axis that cuts this parameter; one of size 1 where nothing does."""
+        if self.rule.cut is None:
+            return Axis()
+        return placement.tp if self.expert is None else placement.etp
 
 
 def sizes(arch: Architecture) -> dict[str, int]:
@@ -157,19 +138,20 @@ Read = Callable[[HfTensor, int, int, int], Tensor]
 def assemble(parameter: Parameter, read: Read, arch: Architecture, axis: Axis) -> Tensor:
     """The tensor that rank ``axis.rank`` of ``axis.size`` holds; reads no more than it needs."""
     rule = parameter.rule
-    if rule.cut is None or axis.size == 1:
+    if axis.size == 1:
         return _join([read(t, 0, 0, t.shape[0]) for t in parameter.tensors], rule, arch)
     if _is_cut_inside_groups(rule, arch, axis.size):
         whole = _join([read(t, 0, 0, t.shape[0]) for t in parameter.tensors], rule, arch)
         return whole.chunk(axis.size)[axis.rank]
+    assert rule.cut is not None
     slices = []
     for tensor in parameter.tensors:
         length = tensor.shape[rule.cut]
         if length % axis.size and not rule.padded:
             raise ValueError(
                 f"{tensor.name}: dim {rule.cut} of shape {list(tensor.shape)} cannot be cut into "
-                f"{axis.size} equal parts; choose a {'etp' if parameter.expert else 'tp'} that "
-                f"divides {length}"
+                f"{axis.size} equal parts; "
+                f"choose a {'tp' if parameter.expert is None else 'etp'} that divides {length}"
             )
         step = -(-length // axis.size)
         start, stop = (min(rank * step, length) for rank in (axis.rank, axis.rank + 1))

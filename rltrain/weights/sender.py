@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import Axis, Parameter, Placement, disassemble
+from rltrain.weights.mapping import Parameter, disassemble
+from rltrain.weights.placement import Axis, Grid, Placement
 
 
 def weights_of(parameter: nn.Parameter) -> Tensor:
@@ -24,13 +25,13 @@ def weights_of(parameter: nn.Parameter) -> Tensor:
 def full_tensors(
     chunks: Sequence[nn.Module],
     arch: Architecture,
-    placement: Placement,
+    mesh: Grid,
     dtype: torch.dtype,
     value: Callable[[nn.Parameter], Tensor] = weights_of,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor in ``dtype``), the same on every rank.
 
-    Collective over the groups of ``placement``: all ranks must run the iterator to its end, in
+    Collective over the groups of ``mesh``: all ranks must run the iterator to its end, in
     step. The order is fixed by architecture and ``ep``. What is held at a time is one parameter,
     or one expert of each expert-parallel rank. The tensors are contiguous; they may be the
     parameters themselves or share memory with each other, so copy what is to outlive the next
@@ -39,6 +40,7 @@ def full_tensors(
     ``value`` picks what is gathered of a parameter: its weights, or anything of the same shape,
     like ``lambda p: p.main_grad``.
     """
+    placement = Placement.of(mesh)
     held = local_parameters(chunks, arch, placement)
     owned = [parameter for parameter in parameters(arch) if not parameter.copy]
     stages = _stages(owned, held, placement.pp)
@@ -94,12 +96,12 @@ def _gather(
     ep = placement.ep if batch[0].expert is not None else Axis()
     mine = batch[ep.rank]
     local = value(held[mine.name]).detach().to(dtype).contiguous()
-    cut = placement.cut_axis(mine) if mine.rule.cut is not None else Axis()
-    by_cut_then_expert = [_all_gather(shard, ep) for shard in _all_gather(local, cut)]
+    shards = _all_gather(local, mine.axis(placement))
+    by_cut_then_expert = [_all_gather(shard, ep) for shard in shards]
     return [
         named
-        for parameter, shards in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
-        for named in disassemble(parameter, shards, arch)
+        for parameter, cuts in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
+        for named in disassemble(parameter, cuts, arch)
     ]
 
 
