@@ -30,8 +30,8 @@ def encode_prompt(
     """
     if isinstance(prompt, str) and not as_chat:
         return prompt, tuple(tokenizer(prompt, add_special_tokens=True)["input_ids"])
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    _check_messages(messages)
+    single = [{"role": "user", "content": prompt}]
+    messages = single if isinstance(prompt, str) else _check_messages(prompt)
     if not tokenizer.chat_template:
         raise ValueError(
             "the prompt is chat messages and the model's tokenizer has no chat_template: "
@@ -46,10 +46,11 @@ def encode_response(response: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
 
 
-def _check_messages(messages: object) -> None:
+def _check_messages(messages: object) -> Messages:
     expected = "expected text or a list of messages like {'role': 'user', 'content': '...'}"
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{expected}, found {type(messages).__name__} {str(messages)[:80]!r}")
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(f"{expected}, found the message {str(message)[:80]}")
+    return messages

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import DatasetDict, load_dataset, load_from_disk
 
 from rltrain.config.data import DataConfig
 
@@ -73,18 +73,20 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 def _read_parquet(path: Path) -> list[Row]:
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    return rows
 
 
 def _read_huggingface(path: Path, split: str) -> list[Row]:
     """A folder that ``Dataset.save_to_disk`` wrote, or one of data files as on the hub."""
     saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
     found = load_from_disk(str(path)) if saved else load_dataset(str(path))
-    if isinstance(found, Dataset):
-        return found.to_list()
-    assert isinstance(found, DatasetDict)
-    if split not in found:
-        raise ValueError(f"{path} has no split {split!r} but {', '.join(found)}: set data.split")
-    return found[split].to_list()
+    if isinstance(found, DatasetDict):
+        if split not in found:
+            splits = ", ".join(found)
+            raise ValueError(f"{path} has no split {split!r} but {splits}: set data.split")
+        found = found[split]
+    rows: list[Row] = found.to_list()
+    return rows
