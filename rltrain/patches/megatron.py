@@ -18,7 +18,7 @@ _CPU_SUPPORT = "Megatron-core runs without CUDA"
 
 
 class NullStream:
-    """Stands for a CUDA stream or event where all work is done when the call returns."""
+    """Stands for a CUDA stream where all work is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -31,6 +31,10 @@ class NullStream:
 
     def record_event(self, event: Any = None) -> "NullStream":
         return self
+
+
+class NullEvent(NullStream):
+    """An event: a class of its own, since a patch marks what it puts in place."""
 
 
 _NULL_STREAM = NullStream()
@@ -49,7 +53,8 @@ def _on_cpu(original: Any) -> Any:
     """A tensor factory whose device="cuda" means the CPU."""
 
     def factory(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("device"), (str, int)):
+        device = kwargs.get("device")
+        if isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda")):
             kwargs["device"] = "cpu"
         return original(*args, **kwargs)
 
@@ -121,7 +126,7 @@ CPU_PATCHES = (
         ".cuda:current_device", (), "device= of buffers", _returning(lambda: torch.device("cpu"))
     ),
     _torch_cpu(".cuda:Stream", None, "the dispatcher's copy stream", lambda original: NullStream),
-    _torch_cpu(".cuda:Event", None, "events on that stream", lambda original: NullStream),
+    _torch_cpu(".cuda:Event", None, "events on that stream", lambda original: NullEvent),
     _torch_cpu(
         ".cuda:current_stream", ("device",), "waits", _returning(lambda device=None: _NULL_STREAM)
     ),

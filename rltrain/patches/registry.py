@@ -53,6 +53,7 @@ def apply(patch: Patch) -> None:
         return
     _check_params(patch, original)
     replacement = patch.wrap(original)
+    assert _MARK not in vars(replacement), f"{patch.target}: two patches share one replacement"
     setattr(replacement, _MARK, patch.target)
     setattr(owner, name, replacement)
 

@@ -18,7 +18,7 @@ _PRELOAD = ["rltrain.policy.optimizer", "rltrain.weights.load", "rltrain.weights
 def run_ranks(
     fn: Callable[..., None], world_size: int, folder: Path, *args: Any, timeout_s: float = 240
 ) -> None:
-    """Calls ``fn(rank, folder, *args)`` on every rank; results come back through files in ``folder``.
+    """Calls ``fn(rank, folder, *args)`` on every rank; results come back as files in ``folder``.
 
     ``fn`` is a function of an importable module. It lays its own grids, with a rendezvous file in
     ``folder`` each: see `rendezvous`. Fails with the traceback of the first rank that does.

@@ -1,11 +1,9 @@
 """Every layout computes what one rank computes: logits, loss, gradients, and an optimizer step."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,8 +15,8 @@ from tests.distributed.tiny import (
     LENGTHS,
     Layout,
     fill,
+    forward_backward,
     gather_gradient_shards,
-    micro_batches,
 )
 
 REFERENCE = "one sequence at a time"
@@ -99,7 +97,7 @@ def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        logits, found[f"update {update}/loss"] = _forward_backward(chunks, layout, mesh)
+        logits, found[f"update {update}/loss"] = forward_backward(chunks, layout, mesh)
         found |= {f"update {update}/logits/{i}": x for i, x in logits.items()}
         gather_gradient_shards(chunks)
         main_grads = full_tensors(chunks, ARCH, mesh, torch.float32, lambda p: p.main_grad)
@@ -110,54 +108,3 @@ def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
         found |= {f"update {update}/weight/{n}": x.clone() for n, x in weights}
     save_file(found, folder / f"{name}.{rank}.safetensors")
     destroy_mesh()
-
-
-def _forward_backward(chunks, layout, mesh):  # type: ignore[no-untyped-def]
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    batches = list(micro_batches(layout, mesh))
-    denominator = sum(LENGTHS) - len(LENGTHS)
-    found: dict[int, Tensor] = {}
-    total = torch.zeros(())
-
-    def loss(packed, output):  # type: ignore[no-untyped-def]
-        nonlocal total
-        whole = _gather_vocabulary(output[0], mesh)
-        parts = whole.split(packed.lengths)
-        tokens = packed.tokens.split(packed.lengths)
-        for i, part in zip(packed.ids, parts, strict=False):
-            found[i] = part.detach().clone()
-        value = sum(
-            F.cross_entropy(part[:-1], t[1:], reduction="sum") / denominator
-            for _, part, t in zip(packed.ids, parts, tokens, strict=False)
-        )
-        total = total + value.detach()
-        return value * len(batches) * mesh.dp_size, {}
-
-    def step(iterator, chunk):  # type: ignore[no-untyped-def]
-        packed = next(iterator)
-        ends = torch.tensor([0, *packed.lengths]).cumsum(0).int()
-        longest = max(packed.lengths)
-        params = PackedSeqParams("thd", ends, ends, None, None, longest, longest)
-        tokens = packed.tokens.unsqueeze(0)
-        output = chunk(tokens, torch.zeros_like(tokens), None, packed_seq_params=params)
-        return output, partial(loss, packed)
-
-    get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iter(batches),
-        model=chunks,
-        num_microbatches=len(batches),
-        seq_length=1,
-        micro_batch_size=1,
-    )
-    torch.distributed.all_reduce(total, group=mesh.dp_group)
-    return found, total
-
-
-def _gather_vocabulary(logits: Tensor, mesh) -> Tensor:  # type: ignore[no-untyped-def]
-    """[t, padded / tp] of each rank -> [t, vocabulary]"""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    return gather_from_tensor_model_parallel_region(logits, mesh.tp_group)[:, : ARCH.vocab_size]

@@ -3,10 +3,12 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rltrain.config.policy import ParallelConfig
@@ -98,10 +100,67 @@ def micro_batches(layout: Layout, mesh: "Mesh") -> Iterator[Packed]:
 
 
 def gather_gradient_shards(chunks: Sequence[nn.Module]) -> None:
-    """Make ``main_grad`` whole: the distributed optimizer's buffers hold one data-parallel shard."""
+    """Make ``main_grad`` whole: the distributed optimizer keeps one data-parallel shard of it."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def forward_backward(
+    chunks: Sequence[nn.Module], layout: Layout, mesh: "Mesh"
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Mean cross entropy over all next tokens of the batch, through Megatron's own schedule.
+
+    Returns the logits [t, vocabulary] of this rank's sequences, by number, and the global loss.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batches = list(micro_batches(layout, mesh))
+    denominator = sum(LENGTHS) - len(LENGTHS)
+    found: dict[int, Tensor] = {}
+    total = torch.zeros(())
+
+    def loss(packed: Packed, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        nonlocal total
+        whole = _gather_vocabulary(output[0], mesh).float()
+        parts = whole.split(packed.lengths)
+        tokens = packed.tokens.split(packed.lengths)
+        for i, part in zip(packed.ids, parts, strict=False):
+            found[i] = part.detach().clone()
+        value = sum(
+            F.cross_entropy(part[:-1], t[1:], reduction="sum") / denominator
+            for _, part, t in zip(packed.ids, parts, tokens, strict=False)
+        )
+        total = total + value.detach()
+        return value * len(batches) * mesh.dp_size, {}
+
+    def step(iterator: Iterator[Packed], chunk: nn.Module) -> tuple[Tensor, Any]:
+        packed = next(iterator)
+        ends = torch.tensor([0, *packed.lengths]).cumsum(0).int()
+        longest = max(packed.lengths)
+        params = PackedSeqParams("thd", ends, ends, None, None, longest, longest)
+        tokens = packed.tokens.unsqueeze(0)
+        output = chunk(tokens, torch.zeros_like(tokens), None, packed_seq_params=params)
+        return output, partial(loss, packed)
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    torch.distributed.all_reduce(total, group=mesh.dp_group)
+    return found, total
+
+
+def _gather_vocabulary(logits: Tensor, mesh: "Mesh") -> Tensor:
+    """[t, padded / tp] of each rank -> [t, vocabulary]"""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits, mesh.tp_group)[:, : ARCH.vocab_size]

@@ -1,0 +1,188 @@
+"""The policy worker on one saved batch of rollouts: every layout does what one rank does.
+
+Tokens, routes, advantages and old log-probabilities are fixed. The routes are drawn at random, so
+they are not what the routers would choose: a layout that gave a router another token's routes, or
+none, could not agree with one rank. Lengths are chosen so that data-parallel ranks alone would need
+different numbers of micro-batches.
+
+Not exercised: pipeline and context parallelism (other tests own them), NCCL.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.data.packing import pack, plan_step
+from rltrain.routing.align import last_rows
+from tests.distributed.run_ranks import rendezvous, run_ranks
+from tests.distributed.tiny_folder import save_tiny_moe
+from tests.distributed.test_layouts import _relative_error as relative_error
+
+pytestmark = pytest.mark.integration
+
+LENGTHS = (30, 3, 4, 5, 28, 2, 6, 9)
+BUDGET = 32
+LAYERS, EXPERTS, K, VOCAB = 3, 8, 2, 61
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: dict[str, int]
+    routing: str = "rollout"
+    recompute: str = "none"
+
+
+ONE = {"rollout": "one rank, R3", "recorded": "one rank, R2", "native": "one rank, off"}
+CASES = {
+    ONE["rollout"]: Case({}),
+    ONE["recorded"]: Case({}, routing="recorded"),
+    ONE["native"]: Case({}, routing="native"),
+    "R3, recomputed": Case({}, recompute="full"),
+    "R3, tp2": Case({"tp": 2}),
+    "R3, ep2 over dp2": Case({"dp": 2, "ep": 2}),
+    "R3, tp2 ep2": Case({"tp": 2, "ep": 2}),
+    "R3, tp2 ep2 over dp2": Case({"tp": 2, "dp": 2, "ep": 2}),
+    "R2, tp2 ep2 over dp2": Case({"tp": 2, "dp": 2, "ep": 2}, routing="recorded"),
+    "R3, tp2, recomputed": Case({"tp": 2}, recompute="full"),
+}
+
+
+def saved_batch() -> Batch:
+    g = torch.Generator().manual_seed(0)
+    lens = torch.tensor(LENGTHS)
+    n = int(lens.sum())
+    response = torch.rand(n, generator=g) < 0.6
+    routes = torch.rand(n, LAYERS, EXPERTS, generator=g).topk(K).indices.to(torch.uint8)
+    weights = response / response.sum()
+    return Batch(
+        tokens=torch.randint(VOCAB, (n,), generator=g),
+        seq_lens=lens,
+        response_mask=response,
+        old_logprobs=-4 + 0.1 * torch.randn(n, generator=g),
+        advantages=torch.randn(n, generator=g),
+        loss_weights=weights,
+        rollout_expert_indices=routes,
+        route_mask=~last_rows(lens),
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("policy")
+    save_tiny_moe(folder / "model", num_layers=LAYERS, num_experts=EXPERTS, k=K, vocab=VOCAB)
+    run_ranks(run_cases, 4, folder, timeout_s=400)
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in CASES}
+    for name in CASES:
+        for file in folder.glob(f"{name}.*.safetensors"):
+            found[name] |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ONE.values()])
+def test_equals_one_rank(results: dict[str, dict[str, Tensor]], case: str) -> None:
+    expected, found = results[ONE[CASES[case].routing]], results[case]
+    assert found.keys() == expected.keys()
+    errors = {name: relative_error(found[name], x) for name, x in expected.items()}
+    assert not {name: error for name, error in errors.items() if not error < 1e-4}
+
+
+def test_routes_decide_what_is_computed(results: dict[str, dict[str, Tensor]]) -> None:
+    """If replay silently did nothing, R3 would compute what native routing computes."""
+    r3, native = results[ONE["rollout"]], results[ONE["native"]]
+    moved = (r3["scored"] - native["scored"]).abs().max()
+    assert moved > 0.1
+    gradients = [name for name in r3 if name.startswith("gradient/") and ".experts." in name]
+    assert gradients and all(relative_error(r3[n], native[n]) > 1e-2 for n in gradients)
+
+
+def test_r2_repeats_its_own_scoring_pass(results: dict[str, dict[str, Tensor]]) -> None:
+    """Recorded before the update and replayed in it, with the same weights: native all the way."""
+    r2, native = results[ONE["recorded"]], results[ONE["native"]]
+    assert torch.equal(r2["scored"], native["scored"])
+    assert relative_error(r2["loss"], native["loss"]) < 1e-6
+
+
+def test_perturbed_routes_move_the_logprobs_after_them_only(
+    results: dict[str, dict[str, Tensor]],
+) -> None:
+    """One row of one layer changes: log-probabilities of later tokens of that sample follow."""
+    found = results[ONE["rollout"]]
+    moved = (found["scored"] - found["scored with row 10 rerouted"]).abs() > 1e-6
+    assert not moved[:11].any(), "row 10 yields the log-probability of token 11, none before"
+    assert moved[11], "the token that row 10 predicts"
+    assert not moved[LENGTHS[0] :].any(), "other samples"
+
+
+# On the ranks
+
+
+def run_cases(rank: int, folder: Path) -> None:
+    for name, case in CASES.items():
+        values = {"policy": {"parallel": case.parallel, "recompute": case.recompute}}
+        config = Config.model_validate(values | {"optimizer": {"lr": 1e-2, "eps": 1e-4}})
+        if rank < config.policy.parallel.world_size:
+            _run_case(rank, folder, name, case, config)
+
+
+def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) -> None:
+    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.worker import PolicyWorker
+    from rltrain.weights.sender import full_tensors
+    from tests.distributed.tiny import gather_gradient_shards
+
+    cpu = torch.device("cpu")
+    worker = PolicyWorker(config, rank, rendezvous(folder, name), str(folder / "model"), cpu)
+    mesh, batch = worker.mesh, saved_batch()
+    plan = plan_step(list(LENGTHS), 1, mesh.dp_size, BUDGET)
+    if mesh.dp_size > 1:
+        alone = [len(pack([[LENGTHS[i] for i in rows]], BUDGET)[0]) for rows in plan.shards]
+        assert len(set(alone)) > 1, f"meant to differ, found {alone}"
+    rows = plan.shards[mesh.dp_rank]
+    worker.begin_step(batch.select(rows))
+    found: dict[str, Tensor] = {}
+
+    def score(routing: str, **options: bool) -> Tensor:
+        scored = worker.score(plan.scoring[mesh.dp_rank], routing=routing, **options)
+        whole = torch.zeros(batch.num_tokens)
+        if scored is not None:
+            index = torch.cat([torch.arange(s, s + n) for s, n in _spans(rows)])
+            whole[index] = scored.logprobs
+        torch.distributed.all_reduce(whole, group=mesh.dp_group)
+        return whole
+
+    native = case.routing != "rollout"
+    found["scored"] = score("native" if native else "rollout", record=case.routing == "recorded")
+    if not native and mesh.world_size == 1:
+        routes = batch.rollout_expert_indices.clone()
+        routes[10, 1] = torch.tensor([e for e in range(EXPERTS) if e not in routes[10, 1]][:K])
+        worker.begin_step(batch.with_fields(rollout_expert_indices=routes).select(rows))
+        found["scored with row 10 rerouted"] = score("rollout")
+        worker.begin_step(batch.select(rows))
+    updated = worker.update(plan.updates[0][mesh.dp_rank], {}, routing=case.routing)
+    if updated is not None:
+        found |= {n: torch.tensor(v) for n, v in updated.totals.items()}
+        found["grad norm"] = torch.tensor(updated.grad_norm)
+    totals = [found.get(n, torch.zeros(())) for n in ("loss", "tokens", "ratio", "entropy", "kl")]
+    stacked = torch.stack(totals).double()
+    torch.distributed.all_reduce(stacked, group=mesh.dp_group)
+    found |= dict(zip(("loss", "tokens", "ratio", "entropy", "kl"), stacked, strict=True))
+    gather_gradient_shards(worker.chunks)
+    chunks, arch = worker.chunks, worker.arch
+    for key, value in full_tensors(chunks, arch, mesh, torch.float32, lambda p: p.main_grad):
+        found[f"gradient/{key}"] = value.clone()
+    for key, value in full_tensors(chunks, arch, mesh, torch.float32):
+        found[f"parameter/{key}"] = value.clone()
+    if rank == 0:
+        found.pop("clipped", None)
+        save_file(found, folder / f"{name}.{rank}.safetensors")
+    destroy_mesh()
+
+
+def _spans(rows: list[int]) -> list[tuple[int, int]]:
+    return [(sum(LENGTHS[:r]), LENGTHS[r]) for r in rows]
