@@ -1,0 +1,237 @@
+"""The Ray actor that hosts one vLLM engine.
+
+vLLM is imported inside the methods only: it reads its environment when imported, and the controller
+imports this module without paying for vLLM.
+"""
+
+import asyncio
+import dataclasses
+import os
+import uuid
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import ray
+
+from rltrain.rollout.launch import (
+    EngineSpec,
+    check_version,
+    engine_args,
+    environment,
+    stop_token_ids,
+)
+from rltrain.rollout.route_store import store_routes
+from rltrain.rollout.types import Request, Rollout, SamplingParams
+from rltrain.routing.integrity import check_routes
+from rltrain.weights.transport import Bucket
+
+
+class RolloutEngine:
+    """Generates responses, with log-probabilities and routes.
+
+    Create it with ``start_engine``. Calls to ``generate`` run one after the other; one made while
+    weights are being replaced is an error.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._weight_version = 0
+        self._syncing = False
+        self._busy = asyncio.Lock()
+
+    async def start(self) -> dict[str, Any]:
+        """Load the model; return ``capabilities()``.
+
+        Raises:
+            ValueError: when the installed vLLM cannot do what is asked.
+        """
+        os.environ.update(environment(self._spec))
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rltrain.weights import receiver
+
+        check_version(vllm.__version__)
+        self._source = f"vLLM {vllm.__version__}"
+        known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+        args = AsyncEngineArgs(**engine_args(self._spec, known), **receiver.engine_args())
+        self._stop_token_ids = stop_token_ids(self._spec.model_path)
+        self._engine = AsyncLLM.from_engine_args(args)
+        return self.capabilities()
+
+    def capabilities(self) -> dict[str, Any]:
+        return {
+            "vllm": self._source.removeprefix("vLLM "),
+            "torch": version("torch"),
+            "device": self._spec.device,
+            "routes": self._spec.capture is not None,
+            "max_model_len": self._spec.max_model_len,
+            "pid": os.getpid(),
+        }
+
+    def weight_version(self) -> int:
+        """How many weight syncs this engine has seen."""
+        return self._weight_version
+
+    async def start_weight_sync(self) -> None:
+        from rltrain.weights import receiver
+
+        self._syncing = True
+        await receiver.start_sync(self._engine)
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        from rltrain.weights import receiver
+
+        await receiver.load_bucket(self._engine, bucket)
+
+    async def finish_weight_sync(self) -> int:
+        """Put the new weights in use, forget cached prefixes; return the new weight version."""
+        from rltrain.weights import receiver
+
+        await receiver.finish_sync(self._engine)
+        self._syncing = False
+        self._weight_version += 1
+        return self._weight_version
+
+    async def digest(self) -> dict[str, str]:
+        """Digest by name of every parameter and buffer, in the engine's own storage format."""
+        from rltrain.weights import receiver
+
+        return await receiver.engine_digest(self._engine)
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams
+    ) -> list[Rollout]:
+        """One rollout per request, in their order.
+
+        Raises:
+            ValueError: naming the sample, on malformed routes or non-finite log-probabilities.
+            RuntimeError: when the engine process is dead or gave a request up.
+        """
+        async with self._busy:
+            if self._syncing:
+                raise RuntimeError("generate was called between start and finish of a weight sync")
+            completions = await self._complete(requests, sampling)
+            routes = await self._routes(requests, completions) if sampling.capture_routes else None
+        return [
+            Rollout(
+                prompt_tokens=request.prompt_tokens,
+                response_tokens=tuple(completion.token_ids),
+                logprobs=self._logprobs(request, completion) if sampling.logprobs else None,
+                finish_reason=completion.finish_reason,
+                weight_version=self._weight_version,
+                routes=routes[i] if routes is not None else None,
+            )
+            for i, (request, completion) in enumerate(zip(requests, completions, strict=True))
+        ]
+
+    async def _complete(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Any]:
+        """vLLM's finished completions, in the order of the requests."""
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        deterministic = self._spec.rollout.deterministic
+        names = [f"{uuid.uuid4().hex}-{i}" for i in range(len(requests))]
+        params = [self._vllm_params(request, sampling) for request in requests]
+        try:
+            if deterministic:
+                # Which requests share a forward pass decides how sums are rounded. While paused the
+                # scheduler queues, so the first pass sees every request, whenever each arrived.
+                await self._engine.pause_generation(mode="wait", clear_cache=True)
+            try:
+                pending = [
+                    await self._engine.add_request(
+                        name, tokens_input(list(request.prompt_tokens)), param
+                    )
+                    for name, request, param in zip(names, requests, params, strict=True)
+                ]
+            finally:
+                if deterministic:
+                    await self._engine.resume_generation()
+            outputs = [await output.get() for output in pending]
+        except EngineDeadError as error:
+            raise RuntimeError(
+                f"the {self._source} engine process is dead; its own error stands above in the log"
+            ) from error
+        except BaseException:
+            await self._engine.abort(names)
+            raise
+        completions = [output.outputs[0] for output in outputs]
+        for request, completion in zip(requests, completions, strict=True):
+            if completion.finish_reason not in ("stop", "length"):
+                raise RuntimeError(
+                    f"{self._source}, {request}: expected finish reason stop or length, found "
+                    f"{completion.finish_reason}"
+                )
+        return completions
+
+    def _vllm_params(self, request: Request, sampling: SamplingParams) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+        params = VllmSamplingParams(
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            seed=request.seed,
+            logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
+            flat_logprobs=sampling.logprobs,
+            stop_token_ids=self._stop_token_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        if not sampling.greedy and params.temperature != sampling.temperature:
+            raise ValueError(
+                f"rollout.temperature={sampling.temperature}: {self._source} would sample at "
+                f"{params.temperature} instead; use at least that"
+            )
+        return params
+
+    def _logprobs(self, request: Request, completion: Any) -> tuple[float, ...]:
+        flat = completion.logprobs
+        assert list(flat.token_ids) == list(completion.token_ids), (
+            f"{self._source}, {request}: log-probabilities are not those of the sampled tokens"
+        )
+        if not np.isfinite(flat.logprobs).all():
+            position = int(np.flatnonzero(~np.isfinite(flat.logprobs))[0])
+            raise ValueError(
+                f"{self._source}, {request}, response token {position}: expected a finite "
+                f"log-probability, found {flat.logprobs[position]}; the weights or the KV cache "
+                "are broken"
+            )
+        return tuple(flat.logprobs)
+
+    async def _routes(self, requests: Sequence[Request], completions: Sequence[Any]) -> list[Any]:
+        capture = self._spec.capture
+        if capture is None:
+            raise ValueError("capture_routes=True, but this engine was started without capture")
+        routes = check_routes(
+            [completion.routed_experts for completion in completions],
+            [
+                len(request.prompt_tokens) + len(completion.token_ids)
+                for request, completion in zip(requests, completions, strict=True)
+            ],
+            capture.shape,
+            [str(request) for request in requests],
+            self._source,
+        )
+        return await store_routes(
+            capture.store, routes, capture.shape, capture.layers_per_block, self._weight_version
+        )
+
+    def shutdown(self) -> None:
+        """Stop the engine process; the actor is of no use afterwards."""
+        self._engine.shutdown()
+
+
+def start_engine(spec: EngineSpec, num_gpus: float = 0.0, **options: Any) -> Any:
+    """Create the actor and begin loading.
+
+    Returns:
+        (handle, reference to its capabilities): get the second to wait until it is ready.
+    """
+    actor = ray.remote(RolloutEngine).options(num_cpus=0, num_gpus=num_gpus, **options)
+    handle = actor.remote(spec)
+    return handle, handle.start.remote()

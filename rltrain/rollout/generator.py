@@ -1,0 +1,153 @@
+"""Prompts in, batch out: spreads a step's requests over the engines."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.rollout.types import Prompt, Request, Rollout, SamplingParams, request_seed
+
+
+class Generator:
+    """Generates on a set of started engines.
+
+    Args:
+        engines: handles of ``RolloutEngine`` actors.
+        capture_routes: whether the engines were started with route capture.
+    """
+
+    def __init__(self, engines: Sequence[Any], cfg: Config, capture_routes: bool) -> None:
+        self._engines = list(engines)
+        self._run_seed = cfg.trainer.seed
+        self._timeout_s = cfg.cluster.call_timeout_s
+        self._sampling = SamplingParams(
+            temperature=cfg.rollout.temperature,
+            max_tokens=cfg.rollout.max_response_tokens,
+            num_samples=cfg.algorithm.group_size,
+            capture_routes=capture_routes,
+        )
+        self._greedy = SamplingParams(
+            temperature=cfg.rollout.temperature,
+            max_tokens=cfg.rollout.max_response_tokens,
+            greedy=True,
+            logprobs=False,
+        )
+
+    def generate(self, problems: Sequence[Prompt], step: int) -> tuple[Batch, list[Rollout]]:
+        """G responses to each problem: sequence ``i * G + s`` is sample s of problem i."""
+        rollouts = self._run(problems, self._sampling, step)
+        return build_batch(rollouts, self._sampling.num_samples), rollouts
+
+    def evaluate(self, problems: Sequence[Prompt]) -> list[Rollout]:
+        """The greedy response to each problem, without log-probabilities or routes."""
+        return self._run(problems, self._greedy, step=0)
+
+    def _run(
+        self, problems: Sequence[Prompt], sampling: SamplingParams, step: int
+    ) -> list[Rollout]:
+        groups = make_requests(problems, sampling.num_samples, self._run_seed, step)
+        # A group stays on one engine, where its samples share the cached prompt.
+        engines = self._engines[: len(groups)]
+        shares = [groups[i :: len(engines)] for i in range(len(engines))]
+        pending = [
+            engine.generate.remote([request for group in share for request in group], sampling)
+            for engine, share in zip(engines, shares, strict=True)
+        ]
+        by_group: list[list[Rollout]] = [[] for _ in groups]
+        for engine, (share, result) in enumerate(zip(shares, pending, strict=True)):
+            rollouts = self._wait(result, engine, step)
+            for i in range(len(share)):
+                start = i * sampling.num_samples
+                by_group[engine + i * len(engines)] = rollouts[start : start + sampling.num_samples]
+        return [rollout for group in by_group for rollout in group]
+
+    def _wait(self, result: Any, engine: int, step: int) -> list[Rollout]:
+        try:
+            return ray.get(result, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise RuntimeError(
+                f"rollout engine {engine} did not answer within {self._timeout_s:g} s in step "
+                f"{step}: raise cluster.call_timeout_s, or look for a hang in its log"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise RuntimeError(
+                f"rollout engine {engine} died in step {step}, out of memory perhaps; its log and "
+                "the kernel's (dmesg) say more"
+            ) from error
+
+
+def make_requests(
+    problems: Sequence[Prompt], num_samples: int, run_seed: int, step: int
+) -> list[list[Request]]:
+    """Per problem one request for each sample. No two have the same seed, even where a problem
+    comes twice in a step."""
+    seen: Counter[str] = Counter()
+    groups = []
+    for problem in problems:
+        first = seen[problem.id] * num_samples
+        seen[problem.id] += 1
+        groups.append(
+            [
+                Request(
+                    prompt_tokens=tuple(problem.prompt_tokens),
+                    seed=request_seed(run_seed, step, problem.id, sample),
+                    prompt_id=problem.id,
+                    sample_index=sample,
+                )
+                for sample in range(first, first + num_samples)
+            ]
+        )
+    return groups
+
+
+def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
+    """Sequences end to end, in the order of the rollouts; each ``group_size`` in a row are a group.
+
+    ``rollout_logprobs`` is 0 at prompt tokens. Routes are present on all rollouts or on none.
+    """
+    if not rollouts or len(rollouts) % group_size:
+        raise ValueError(f"expected groups of {group_size} rollouts, found {len(rollouts)} in all")
+    prompt_lens = torch.tensor([len(r.prompt_tokens) for r in rollouts])
+    response_lens = torch.tensor([len(r.response_tokens) for r in rollouts])
+    seq_lens = prompt_lens + response_lens
+    logprobs: list[float] = []
+    for rollout in rollouts:
+        if rollout.logprobs is None or len(rollout.logprobs) != len(rollout.response_tokens):
+            found = "none" if rollout.logprobs is None else len(rollout.logprobs)
+            raise ValueError(
+                f"expected {len(rollout.response_tokens)} log-probabilities, found {found}: sample "
+                "training rollouts with logprobs=True"
+            )
+        logprobs += [0.0] * len(rollout.prompt_tokens) + list(rollout.logprobs)
+    # Prompt and response lengths in turn, and whether each stretch was sampled.
+    stretches = torch.stack([prompt_lens, response_lens], dim=1).flatten()
+    sampled = torch.tensor([False, True]).repeat(len(rollouts))
+    batch = Batch(
+        tokens=torch.tensor([t for r in rollouts for t in (*r.prompt_tokens, *r.response_tokens)]),
+        seq_lens=seq_lens,
+        response_mask=sampled.repeat_interleave(stretches),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        group_ids=torch.arange(len(rollouts)) // group_size,
+        weight_version=torch.tensor([r.weight_version for r in rollouts]),
+    )
+    return _with_routes(batch, rollouts)
+
+
+def _with_routes(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:
+    routes = tuple(r.routes for r in rollouts if r.routes is not None)
+    if not routes:
+        return batch
+    rows = torch.tensor([route.rows for route in routes])
+    if not torch.equal(rows, batch.seq_lens - 1):
+        raise ValueError(
+            f"expected routes with tokens - 1 rows on each of {len(rollouts)} rollouts, found "
+            f"{len(routes)} with {int(rows.sum())} rows for {batch.num_tokens} tokens"
+        )
+    # All rows but the last of each sequence: nothing was computed from the last sampled token.
+    route_mask = torch.ones(batch.num_tokens, dtype=torch.bool)
+    route_mask[batch.offsets[1:] - 1] = False
+    return batch.with_fields(route_mask=route_mask, rollout_expert_indices=routes)

@@ -1,0 +1,153 @@
+"""What an engine is started with. Pure, and imports no vLLM, so it can be read and tested alone."""
+
+import difflib
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from ray.actor import ActorHandle
+
+from rltrain.config.rollout import RolloutConfig
+from rltrain.routing.integrity import RouteShape
+
+MIN_VERSION = (0, 26)
+
+
+@dataclass(frozen=True)
+class RouteCapture:
+    """What the engine's routes look like and where they are kept."""
+
+    shape: RouteShape
+    layers_per_block: int
+    store: ActorHandle  # a RouteStore
+
+    def __post_init__(self) -> None:
+        layers = len(self.shape.moe_layers)
+        if layers == 0:
+            raise ValueError(
+                "the model has no layer with a router, so there are no routes to capture: set "
+                "routing_replay.mode=off and routing_replay.capture=false, or choose a MoE model"
+            )
+        if self.layers_per_block < 1 or layers % self.layers_per_block:
+            raise ValueError(
+                f"layers_per_block={self.layers_per_block} does not divide the {layers} layers "
+                "that have a router"
+            )
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything one rollout engine is started with."""
+
+    model_path: str
+    rollout: RolloutConfig
+    max_prompt_tokens: int
+    seed: int
+    device: Literal["cpu", "cuda"]
+    capture: RouteCapture | None  # None: the engine returns no routes
+    trust_remote_code: bool = False
+
+    @property
+    def max_model_len(self) -> int:
+        return self.max_prompt_tokens + self.rollout.max_response_tokens
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables the engine process needs before vLLM is imported there."""
+    env = {
+        "HF_HUB_OFFLINE": "1",  # models are local folders
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    if spec.device == "cpu":
+        # All cores: training and generation take turns. Ray would leave an actor with one thread.
+        threads = max(1, (os.cpu_count() or 1) // spec.rollout.num_engines)
+        env |= {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton
+            "VLLM_CPU_KVCACHE_SPACE": str(spec.rollout.kv_cache_gib),
+            # Binding threads to cores made the first call seven times slower on 2 cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        if spec.rollout.tensor_parallel == 1:
+            # vLLM's word for "run the worker inside the engine process"; it is still a process.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    elif find_spec("flashinfer") is None:
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    return env
+
+
+def engine_args(spec: EngineSpec, known: Collection[str]) -> dict[str, Any]:
+    """Arguments for ``AsyncEngineArgs``, whose field names are ``known``.
+
+    Raises:
+        ValueError: on a ``rollout.engine_args`` key the installed vLLM does not have, or when it
+            cannot return routes.
+    """
+    rollout = spec.rollout
+    for name in rollout.engine_args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see vllm.AsyncEngineArgs"
+            raise ValueError(
+                f"rollout.engine_args.{name}: the installed vLLM has no such option; {hint}"
+            )
+    args: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": rollout.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_len,
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "trust_remote_code": spec.trust_remote_code,
+        "enforce_eager": rollout.enforce_eager,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
+        "generation_config": "vllm",  # the folder's sampling defaults change nothing
+        "disable_log_stats": True,
+    }
+    if spec.capture is not None:
+        if "enable_return_routed_experts" not in known:
+            raise ValueError(
+                "the installed vLLM has no enable_return_routed_experts: routing_replay.mode=r3 "
+                f"and routing_replay.capture=true need vllm>={'.'.join(map(str, MIN_VERSION))}"
+            )
+        args["enable_return_routed_experts"] = True
+    if spec.device == "cpu":
+        # vLLM rewinds the generator of a seeded request after each part of a prompt, by a call that
+        # CPU generators do not have: the engine dies. So a prompt is never cut into parts.
+        args["enable_chunked_prefill"] = False
+        if rollout.engine_args.get("enable_chunked_prefill"):
+            raise ValueError(
+                "rollout.engine_args.enable_chunked_prefill=true: on CPU vLLM cannot cut the "
+                "prompts of seeded requests, and every request is seeded; leave it out"
+            )
+    else:
+        args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    if rollout.tensor_parallel > 1:
+        args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
+    return args | rollout.engine_args
+
+
+def check_version(version: str) -> None:
+    """Raise ValueError when this vLLM's routes or weight transfer are known to be wrong."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if release < MIN_VERSION:
+        raise ValueError(
+            f"expected vllm>={'.'.join(map(str, MIN_VERSION))}, found {version}: older versions "
+            "lose or mix up routed experts and have no weight transfer API. Install a newer vLLM"
+        )
+
+
+def stop_token_ids(model_path: str) -> list[int]:
+    """The end-of-sequence ids the model folder names.
+
+    vLLM itself stops at the tokenizer's; with ``generation_config="vllm"`` it does not read these.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path).expanduser() / name
+        if file.is_file() and (ids := json.loads(file.read_text()).get("eos_token_id")) is not None:
+            return [ids] if isinstance(ids, int) else sorted(ids)
+    return []

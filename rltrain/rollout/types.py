@@ -1,0 +1,60 @@
+"""What goes into a rollout engine and what comes out."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rltrain.batch import RouteRef
+
+
+class Prompt(Protocol):
+    """The part of a ``Problem`` that generation reads."""
+
+    @property
+    def prompt_tokens(self) -> Sequence[int]: ...
+    @property
+    def id(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn. Nothing else shapes the distribution the policy is trained on."""
+
+    temperature: float
+    max_tokens: int
+    num_samples: int = 1  # G
+    greedy: bool = False
+    capture_routes: bool = False
+    logprobs: bool = True
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample."""
+
+    prompt_tokens: tuple[int, ...]
+    seed: int
+    prompt_id: str
+    sample_index: int
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt_id[:12]} sample {self.sample_index}"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response. ``response_tokens`` ends with the stop token when there was one."""
+
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None  # one per response token
+    finish_reason: Literal["stop", "length"]
+    weight_version: int
+    routes: RouteRef | None
+
+
+def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
+    """A seed in [0, 2**63) that depends on its arguments only, in any process on any machine."""
+    key = f"{run_seed}/{step}/{sample_index}/{prompt_id}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
