@@ -37,6 +37,8 @@ class WandbRun:
     def __init__(
         self, run_dir: Path, tracking: TrackingConfig, config: Mapping[str, Any], *, resumed: bool
     ) -> None:
+        # Tables are staged here until they are synced; by default that is the home folder.
+        os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
         mode = choose_mode(tracking.wandb, os.environ)
         try:
             self._run = _start(run_dir, tracking, config, mode, resumed=resumed)
@@ -47,7 +49,8 @@ class WandbRun:
             mode = "offline"
             self._run = _start(run_dir, tracking, config, mode, resumed=resumed)
         (run_dir / "wandb_id").write_text(self._run.id, encoding="utf-8")
-        logger.info("wandb is %s, run %s", mode, self._run.url or self._run.id)
+        where = self._run.url if mode == "online" else self._run.id
+        logger.info("wandb is %s, run %s", mode, where)
         _define_metrics(self._run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
