@@ -138,7 +138,7 @@ def test_tied_embeddings_need_no_head(tmp_path: Path):
     assert load_file(tmp_path / SINGLE).keys() == tensors.keys()
 
 
-def model_with(names: list[str]) -> nn.Module:
+def model_with(names: list[str], first_layer: int = 0) -> nn.Module:
     """A module with parameters of these names, and layers that know their number."""
     root = nn.Module()
     for name in names:
@@ -149,8 +149,8 @@ def model_with(names: list[str]) -> nn.Module:
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
         module.register_parameter(last, nn.Parameter(torch.zeros(1)))
-    for number in range(ARCH.num_layers):
-        root.get_submodule(f"decoder.layers.{number}").layer_number = number + 1
+    for i, layer in root.get_submodule("decoder.layers").named_children():
+        layer.layer_number = first_layer + int(i) + 1
     return root
 
 
@@ -165,3 +165,12 @@ def test_model_and_map_name_the_same_parameters():
         local_parameters([model_with([*names, "decoder.layers.0.bias"])], ARCH, Placement())
     with pytest.raises(ValueError, match="4 experts cannot be shared out over ep=3"):
         local_parameters([model_with(names)], ARCH, Placement(ep=Axis(0, 3)))
+
+
+def test_a_pipeline_stage_and_an_expert_rank_hold_what_their_numbers_say():
+    every = [p.name for p in parameters(ARCH)]
+    expected = [n for n in every if n.startswith("decoder.layers.1.") and n[-1] not in "01"]
+    local = [n.replace("layers.1", "layers.0").replace("weight2", "weight0") for n in expected]
+    stage = model_with([n.replace("weight3", "weight1") for n in local], first_layer=1)
+    placement = Placement(pp=Axis(1, 2), ep=Axis(1, 2))
+    assert local_parameters([stage], ARCH, placement).keys() == set(expected)
