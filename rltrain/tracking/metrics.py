@@ -48,7 +48,7 @@ class Metric:
 RESPONSE_TOKENS = "response tokens of the step"
 SEQUENCES = "responses of the step"
 SCORED = "responses whose reward was computed"
-GROUPS = "prompts of the step"
+GROUPS = "prompts with a scored response"
 HELD_OUT = "held-out problems"
 LOSS_TOKENS = "tokens in the loss, mean over the step's updates"
 UPDATES = "optimizer updates of the step"
@@ -92,8 +92,8 @@ LEARNING = (
     _learning(
         "group/zero_std_fraction", "groups of equal rewards: no gradient", GROUPS, better="lower"
     ),
-    _learning("group/all_correct_fraction", "groups with full reward throughout", GROUPS),
-    _learning("group/all_wrong_fraction", "groups with no reward at all", GROUPS),
+    _learning("group/all_correct_fraction", "groups where every reward is 1 or more", GROUPS),
+    _learning("group/all_wrong_fraction", "groups where no reward is above 0", GROUPS),
     _learning(
         "eval/accuracy", "exact answers, greedy", HELD_OUT, when="evaluation", better="higher"
     ),

@@ -28,29 +28,35 @@ class ProgressLine:
     def __init__(self, num_steps: int, first_step: int, console: Console | None = None) -> None:
         self.console = console or Console()
         self._num_steps = num_steps
-        self._done = first_step
-        self._last = time.monotonic()
+        self._last: float | None = None
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._bar: Progress | None = None
         if self.console.is_terminal:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
             self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
-            self._task = self._bar.add_task("starting", total=num_steps, completed=first_step)
+            done = max(first_step - 1, 0)
+            self._task = self._bar.add_task("starting", total=num_steps, completed=done)
             self._bar.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        self._durations.append(now - self._last)
-        self._last = now
-        self._done += 1
-        line = f"step {step}  {key_numbers(metrics)}"
-        left = max(self._num_steps - self._done, 0)
-        eta = f"{duration(left * sum(self._durations) / len(self._durations))} left"
+        """Steps count from 1, so ``step`` of them are done; 0 is what came before the first."""
+        line, left = f"step {step}  {key_numbers(metrics)}", self._time_left(step)
         if self._bar is None:
-            logger.info("%s  (%s of %s, %s)", line, self._done, self._num_steps, eta)
+            logger.info("%s  (of %s%s)", line, self._num_steps, left and f", {left}")
             return
         self._bar.console.print(line, highlight=False, markup=False)
-        self._bar.update(self._task, completed=self._done, description=eta)
+        self._bar.update(self._task, completed=step, description=left)
+
+    def _time_left(self, step: int) -> str:
+        """By the mean of recent steps; nothing until two are logged, since starting is no step."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._durations.append(now - self._last)
+        self._last = now
+        if not self._durations:
+            return ""
+        mean = sum(self._durations) / len(self._durations)
+        return f"{duration(max(self._num_steps - step, 0) * mean)} left"
 
     def close(self) -> None:
         if self._bar is not None:

@@ -123,7 +123,7 @@ def _header(config: Mapping[str, Any], rows: Rows) -> dict[str, str]:
     model = _at(config, "model.path") or made
     parallel = _at(config, "policy.parallel", {})
     layout = [f"{name.upper()} {size}" for name, size in parallel.items() if size not in (1, None)]
-    steps = f"{len(rows)} of {_at(config, 'trainer.steps', '?')}"
+    steps = f"{rows[-1]['step'] if rows else 0} of {_at(config, 'trainer.steps', '?')}"
     return {
         "title": f"{algorithm} {replay}",
         "model": str(model),

@@ -41,9 +41,10 @@ class Tracker:
         run_dir: exists and is writable.
         config: the resolved configuration as plain data; secret-looking values are redacted.
         versions: what ran and on what, name to text, for versions.json and the report's header.
-        num_steps: steps of the whole run, for the ETA.
-        first_step: where the run starts; above 0 it resumes, and lines of metrics.jsonl at or past
-            that step are dropped.
+        num_steps: steps of the whole run, for the ETA. Steps count from 1; what is measured before
+            the first is logged as step 0.
+        first_step: 0 starts afresh; k + 1 resumes a run whose checkpoint is of step k, and lines
+            of metrics.jsonl and samples.jsonl at or past it are dropped.
 
     Raises:
         OSError: when the run folder cannot be written.

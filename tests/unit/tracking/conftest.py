@@ -15,7 +15,7 @@ NUM_STEPS = 60
 
 def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
     learned = 1 - math.exp(-step / 18)
-    sampled = step % 10 == 0 or step == NUM_STEPS - 1
+    sampled = step % 10 == 0 or step == NUM_STEPS
     metrics = {
         "reward/mean": 0.38 + 0.5 * learned + noise.gauss(0, 0.02),
         "group/zero_std_fraction": 0.1 + 0.5 * learned,
@@ -74,8 +74,8 @@ def run_dir(tmp_path_factory):
     versions = {"torch": "2.13.0", "vllm": "0.30.0", "machine": "2 cores, 24 GiB, no GPU"}
     tracking = TrackingConfig(wandb="disabled")
     with Tracker(folder, tracking, config, versions, num_steps=NUM_STEPS) as tracker:
-        for step in range(NUM_STEPS):
+        for step in range(NUM_STEPS + 1):
             tracker.log(step, step_metrics(step, noise))
-            if step % 10 == 0 or step == NUM_STEPS - 1:
+            if step % 10 == 0 or step == NUM_STEPS:
                 tracker.samples(step, sample_rows(step))
     return folder
