@@ -24,9 +24,15 @@ def judge(
     for i, rollout in enumerate(rollouts):
         problem = problems[i // group_size]
         text = tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
-        columns = {**problem.columns, "prompt": problem.prompt}
-        name = f"prompt {problem.id[:12]} sample {i % group_size}"
-        samples.append(Sample(text, problem.answer, columns, name))
+        samples.append(
+            Sample(
+                response=text,
+                answer=problem.answer,
+                prompt=problem.prompt,
+                columns=problem.columns,
+                prompt_id=problem.id,
+            )
+        )
     return pool.score(samples)
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ class Trainer:
     generator: Generator
     pool: RewardPool
     policy: PolicyGroup
-    evaluator: Evaluator
-    tracker: Tracker
+    evaluator: Evaluator = field(init=False)
+    tracker: Tracker = field(init=False)
 
     def train(self, done: int) -> None:
         """Go on after step ``done``, 0 for a fresh run."""
@@ -184,21 +184,16 @@ class Trainer:
 
 def run(config: Config) -> None:
     """Start everything a run needs, train, and leave a report whatever happens."""
-    run_dir = Path(config.trainer.output_dir)
     with ExitStack() as stack:
         placed = stack.enter_context(cluster(config))
         path = Path(config.model.path) if config.model.path else warm_started_model(config, placed)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
         arch = read_architecture(path)
-        engines, capabilities = start_engines(config, path, arch, placed)
+        # The engines load while the policy workers do.
+        engines, wait_until_ready = start_engines(config, path, arch, placed)
         policy = PolicyGroup(config, str(path), placed.device, placed.policy_options)
-        versions = describe_environment() | {"engine": json.dumps(capabilities())}
         pool = stack.enter_context(RewardPool(config.data.reward))
-        plain = config.model_dump(mode="json")
-        tracker = stack.enter_context(
-            Tracker(run_dir, config.tracking, plain, versions, num_steps=config.trainer.steps)
-        )
         generator = Generator(engines, config)
         trainer = Trainer(
             config=config,
@@ -207,10 +202,20 @@ def run(config: Config) -> None:
             generator=generator,
             pool=pool,
             policy=policy,
-            evaluator=Evaluator(config, problems.held_out, generator, pool, tokenizer, tracker),
-            tracker=tracker,
         )
-        trainer.train()
+        done = trainer.resume()
+        versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
+        tracker = Tracker(
+            Path(config.trainer.output_dir),
+            config.tracking,
+            config.model_dump(mode="json"),
+            versions,
+            num_steps=config.trainer.steps,
+            first_step=done,
+        )
+        trainer.tracker = stack.enter_context(tracker)
+        trainer.evaluator = Evaluator(config, problems.held_out, generator, pool, tokenizer, tracker)
+        trainer.train(done)
 
 
 def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:
