@@ -3,7 +3,6 @@
 Each check raises ``ValueError`` with what was expected, what was found and what to do.
 """
 
-import importlib
 import os
 import re
 import tempfile
@@ -16,6 +15,7 @@ from packaging.version import Version
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
 from rltrain.config.trainer import ClusterConfig
+from rltrain.environments.rewards import load_reward
 from rltrain.weights.architecture import read_architecture
 
 OLDEST_VLLM = "0.26"
@@ -32,7 +32,7 @@ def preflight(config: Config) -> None:
     if config.algorithm.type == "grpo":
         check_replay(config, model)
         check_engine()
-        check_reward(config.data.reward.function)
+        load_reward(config.data.reward.function)
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
     check_output(config)
@@ -105,25 +105,6 @@ def check_data(config: Config) -> None:
             )
 
 
-def check_reward(function: str) -> None:
-    """A name without a dot is built in and was checked with the configuration."""
-    module, dot, name = function.rpartition(".")
-    if not dot:
-        return
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ValueError(
-            f"data.reward.function={function}: expected function {name} in an importable module "
-            f"{module}, found {type(error).__name__}: {error}. Check the spelling, and put the "
-            "folder of the module on PYTHONPATH"
-        ) from error
-    if not callable(found):
-        raise ValueError(
-            f"data.reward.function={function}: expected a function, found {type(found).__name__}"
-        )
-
-
 def device(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
     """Where the run computes: ``auto`` is cuda when a GPU is visible and torch can use one."""
     if cluster.device == "auto":
@@ -146,7 +127,7 @@ def count_gpus() -> int:
 
 
 def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
-    """On GPUs one policy rank a GPU, and one engine rank a GPU; they may share.
+    """On GPUs every policy and engine rank has its own; one rank and one engine may share one.
 
     On a CPU at most ``RANKS_PER_CORE`` ranks a core, policy and engines together.
     """
@@ -173,10 +154,11 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
         )
-    if max(policy, engines) > usable:
+    if policy + engines > usable and not policy == engines == usable == 1:
         raise ValueError(
-            f"expected at most one policy rank and one engine rank a GPU, found {sums} for "
-            f"{usable} GPUs. Lower policy.parallel.* or rollout.num_engines"
+            f"expected a GPU for each rank, {policy + engines} in all, found {usable}: {sums}. "
+            "(One policy rank and one engine may share one GPU.) Lower policy.parallel.* or "
+            "rollout.num_engines"
         )
 
 

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from rltrain.config import Config
+from rltrain.config.data import BUILT_IN_REWARDS
 from rltrain.config.errors import ConfigError, validate
 from rltrain.config.files import load, save
 from rltrain.config.reference import keys, markdown, show
+from rltrain.environments.rewards import BUILT_IN
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -44,6 +46,7 @@ IMPOSSIBLE = [
         "expected one of exact",
         "the function is built in or a dotted path",
     ),
+    ({"data.split": "test"}, "data.split", "only dataset folders have splits"),
     ({"model.tiny.num_kv_heads": 3}, "num_kv_heads=3", "kv heads divide heads"),
     (
         {"model.tiny.experts_per_token": 9},
@@ -146,6 +149,10 @@ def test_all_bad_values_are_named_at_once() -> None:
     ]
 
 
+def test_the_rewards_that_may_be_named_are_those_that_exist() -> None:
+    assert set(BUILT_IN_REWARDS) == BUILT_IN.keys()
+
+
 def test_an_integer_will_do_for_a_number() -> None:
     assert validate(nested({"optimizer.lr": 1})).optimizer.lr == 1.0
 
@@ -166,7 +173,7 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_keys_are_those_of_the_snapshot() -> None:
-    """After adding a key on purpose: rltrain keys | grep -o "^[a-z].*=[^ ]*" > keys.txt here."""
+    """After a change on purpose: PYTHONPATH=. python tests/unit/config/test_schema.py"""
     assert snapshot() == (HERE / "keys.txt").read_text()
 
 
@@ -177,3 +184,7 @@ def test_the_documentation_is_current() -> None:
 
 def snapshot() -> str:
     return "".join(f"{key.name}={show(key.default)}\n" for key in keys())
+
+
+if __name__ == "__main__":
+    (HERE / "keys.txt").write_text(snapshot())

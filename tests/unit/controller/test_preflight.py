@@ -17,7 +17,6 @@ from rltrain.controller.preflight import (
     check_layout,
     check_output,
     check_ranks,
-    check_reward,
     device,
     preflight,
     read_sizes,
@@ -123,17 +122,22 @@ def test_supervised_steps_need_no_engine_rank() -> None:
 
 
 def test_ranks_fit_the_gpus() -> None:
-    check_ranks(with_layout(dp=2), "cuda", cores=1, gpus=2)
-    with pytest.raises(ValueError, match=r"= 4 policy ranks .* for 2 GPUs"):
-        check_ranks(with_layout(dp=4), "cuda", cores=64, gpus=2)
-    with pytest.raises(ValueError, match=r"= 3 engine ranks for 2 GPUs"):
-        check_ranks(with_layout(rollout={"num_engines": 3}), "cuda", cores=64, gpus=2)
+    check_ranks(with_layout(), "cuda", cores=1, gpus=1)
+    check_ranks(with_layout(dp=2), "cuda", cores=1, gpus=3)
+    check_ranks(with_layout(dp=2, algorithm={"type": "sft"}), "cuda", cores=1, gpus=2)
+    with pytest.raises(ValueError, match=r"3 in all, found 2: .*= 2 policy ranks"):
+        check_ranks(with_layout(dp=2), "cuda", cores=64, gpus=2)
+    with pytest.raises(ValueError, match=r"5 in all, found 2: .*= 4 engine ranks"):
+        engines = {"num_engines": 2, "tensor_parallel": 2}
+        check_ranks(with_layout(rollout=engines), "cuda", cores=64, gpus=2)
+    with pytest.raises(ValueError, match=r"4 in all, found 2"):
+        check_ranks(with_layout(dp=2, rollout={"num_engines": 2}), "cuda", cores=64, gpus=2)
     with pytest.raises(ValueError, match="expected 1 GPUs, found 0"):
         check_ranks(with_layout(), "cuda", cores=64, gpus=0)
     with pytest.raises(ValueError, match="expected 4 GPUs, found 2"):
         check_ranks(with_layout(cluster={"num_gpus": 4}), "cuda", cores=64, gpus=2)
-    with pytest.raises(ValueError, match="for 1 GPUs"):
-        check_ranks(with_layout(dp=2, cluster={"num_gpus": 1}), "cuda", cores=64, gpus=2)
+    with pytest.raises(ValueError, match="3 in all, found 1"):
+        check_ranks(with_layout(dp=2, cluster={"num_gpus": 1}), "cuda", cores=64, gpus=4)
 
 
 def test_no_visible_gpu_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,20 +164,6 @@ def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ValueError, match=r"expected vLLM 0.26 or newer.*found none: install"):
         check_engine()
-
-
-def test_a_reward_function_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text("def score(response, answer):\n    return 1.0\nK = 1\n")
-    (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('no licence')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    check_reward("exact")
-    check_reward("my_rewards.score")
-    with pytest.raises(ValueError, match="has no attribute 'scor'"):
-        check_reward("my_rewards.scor")
-    with pytest.raises(ValueError, match="expected a function, found int"):
-        check_reward("my_rewards.K")
-    with pytest.raises(ValueError, match="found RuntimeError: no licence"):
-        check_reward("broken_rewards.score")
 
 
 def test_data_is_there(tmp_path: Path) -> None:
