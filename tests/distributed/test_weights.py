@@ -42,7 +42,9 @@ def models() -> dict[str, PreTrainedModel]:
     """A norm weight other than 1 everywhere, so that none can be mistaken for another."""
     torch.manual_seed(0)
     one = Qwen3MoeConfig(**SHARED, **MOE, norm_topk_prob=True, mlp_only_layers=[1])
-    raw = Qwen3MoeConfig(**SHARED, **MOE, norm_topk_prob=False, decoder_sparse_step=2)
+    raw = Qwen3MoeConfig(
+        **SHARED, **MOE, norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True
+    )
     dense = Qwen3Config(**SHARED, tie_word_embeddings=True)
     found = {
         "moe": Qwen3MoeForCausalLM(one),
@@ -69,7 +71,7 @@ CASES = {
     "tp2 ep2 etp2 dp2": Case("moe", ParallelConfig(tp=2, ep=2, etp=2, dp=2)),
     "tp4, more than key-value heads": Case("unnormalised", ParallelConfig(tp=4, etp=1)),
     "pp2 tp2 ep2": Case("moe", ParallelConfig(pp=2, tp=2, ep=2)),
-    "pp2 dp2, tied": Case("dense", ParallelConfig(pp=2, dp=2)),
+    "pp2 dp2, tied": Case("unnormalised", ParallelConfig(pp=2, dp=2)),
 }
 
 
