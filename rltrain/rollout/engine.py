@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from rltrain.batch import RouteRef
 from rltrain.rollout.launch import (
     EngineSpec,
     check_version,
@@ -82,7 +83,7 @@ class RolloutEngine:
         self._syncing = True
         await receiver.start_sync(self._engine)
 
-    async def load_bucket(self, bucket: Bucket) -> None:
+    async def load_weight_bucket(self, bucket: Bucket) -> None:
         from rltrain.weights import receiver
 
         await receiver.load_bucket(self._engine, bucket)
@@ -115,7 +116,7 @@ class RolloutEngine:
             if self._syncing:
                 raise RuntimeError("generate was called between start and finish of a weight sync")
             completions = await self._complete(requests, sampling)
-            routes = await self._routes(requests, completions) if sampling.capture_routes else None
+            routes = await self._routes(requests, completions, sampling)
         return [
             Rollout(
                 prompt_tokens=request.prompt_tokens,
@@ -123,9 +124,9 @@ class RolloutEngine:
                 logprobs=self._logprobs(request, completion) if sampling.logprobs else None,
                 finish_reason=completion.finish_reason,
                 weight_version=self._weight_version,
-                routes=routes[i] if routes is not None else None,
+                routes=route,
             )
-            for i, (request, completion) in enumerate(zip(requests, completions, strict=True))
+            for request, completion, route in zip(requests, completions, routes, strict=True)
         ]
 
     async def _complete(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Any]:
@@ -191,9 +192,11 @@ class RolloutEngine:
 
     def _logprobs(self, request: Request, completion: Any) -> tuple[float, ...]:
         flat = completion.logprobs
-        assert list(flat.token_ids) == list(completion.token_ids), (
-            f"{self._source}, {request}: log-probabilities are not those of the sampled tokens"
-        )
+        if list(flat.token_ids) != list(completion.token_ids):
+            raise ValueError(
+                f"{self._source}, {request}: expected log-probabilities of the sampled tokens "
+                f"{list(completion.token_ids)[:8]}..., found those of {list(flat.token_ids)[:8]}..."
+            )
         if not np.isfinite(flat.logprobs).all():
             position = int(np.flatnonzero(~np.isfinite(flat.logprobs))[0])
             raise ValueError(
@@ -203,10 +206,12 @@ class RolloutEngine:
             )
         return tuple(flat.logprobs)
 
-    async def _routes(self, requests: Sequence[Request], completions: Sequence[Any]) -> list[Any]:
+    async def _routes(
+        self, requests: Sequence[Request], completions: Sequence[Any], sampling: SamplingParams
+    ) -> Sequence[RouteRef | None]:
         capture = self._spec.capture
-        if capture is None:
-            raise ValueError("capture_routes=True, but this engine was started without capture")
+        if capture is None or not sampling.capture_routes:
+            return [None] * len(requests)
         routes = check_routes(
             [completion.routed_experts for completion in completions],
             [

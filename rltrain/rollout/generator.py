@@ -17,18 +17,17 @@ class Generator:
 
     Args:
         engines: handles of ``RolloutEngine`` actors.
-        capture_routes: whether the engines were started with route capture.
     """
 
-    def __init__(self, engines: Sequence[Any], cfg: Config, capture_routes: bool) -> None:
-        self._engines = list(engines)
+    def __init__(self, engines: Sequence[Any], cfg: Config) -> None:
+        self.engines = list(engines)
         self._run_seed = cfg.trainer.seed
         self._timeout_s = cfg.cluster.call_timeout_s
         self._sampling = SamplingParams(
             temperature=cfg.rollout.temperature,
             max_tokens=cfg.rollout.max_response_tokens,
             num_samples=cfg.algorithm.group_size,
-            capture_routes=capture_routes,
+            capture_routes=cfg.routing_replay.capture,
         )
         self._greedy = SamplingParams(
             temperature=cfg.rollout.temperature,
@@ -42,7 +41,7 @@ class Generator:
         rollouts = self._run(problems, self._sampling, step)
         return build_batch(rollouts, self._sampling.num_samples), rollouts
 
-    def evaluate(self, problems: Sequence[Prompt]) -> list[Rollout]:
+    def greedy(self, problems: Sequence[Prompt]) -> list[Rollout]:
         """The greedy response to each problem, without log-probabilities or routes."""
         return self._run(problems, self._greedy, step=0)
 
@@ -51,7 +50,7 @@ class Generator:
     ) -> list[Rollout]:
         groups = make_requests(problems, sampling.num_samples, self._run_seed, step)
         # A group stays on one engine, where its samples share the cached prompt.
-        engines = self._engines[: len(groups)]
+        engines = self.engines[: len(groups)]
         shares = [groups[i :: len(engines)] for i in range(len(engines))]
         pending = [
             engine.generate.remote([request for group in share for request in group], sampling)

@@ -23,7 +23,7 @@ class RouteCapture:
 
     shape: RouteShape
     layers_per_block: int
-    store: ActorHandle  # a RouteStore
+    store: ActorHandle  # a RouteStore; who starts engines keeps a handle, or it dies with them
 
     def __post_init__(self) -> None:
         layers = len(self.shape.moe_layers)

@@ -25,7 +25,7 @@ class SamplingParams:
     max_tokens: int
     num_samples: int = 1  # G
     greedy: bool = False
-    capture_routes: bool = False
+    capture_routes: bool = False  # where the engine was started to capture them
     logprobs: bool = True
 
 

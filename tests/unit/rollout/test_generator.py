@@ -1,0 +1,110 @@
+"""From rollouts to the batch, and from prompts to requests."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.batch import RouteRef
+from rltrain.rollout.generator import build_batch, make_requests
+from rltrain.rollout.types import Rollout
+
+TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=6).map(tuple)
+
+
+def route_ref(rows: int) -> RouteRef:
+    return RouteRef(
+        start_row=0,
+        rows=rows,
+        num_layers=2,
+        experts_per_token=2,
+        dtype="uint8",
+        checksums=(0,),
+        weight_version=0,
+        blocks=("object",),
+    )
+
+
+def rollout(prompt: tuple[int, ...], response: tuple[int, ...], **fields: Any) -> Rollout:
+    defaults: dict[str, Any] = {
+        "logprobs": tuple(-1.0 - i for i in range(len(response))),
+        "finish_reason": "stop",
+        "weight_version": 0,
+        "routes": route_ref(len(prompt) + len(response) - 1),
+    }
+    return Rollout(prompt_tokens=prompt, response_tokens=response, **(defaults | fields))
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS, st.integers(0, 5)), min_size=1, max_size=5))
+def test_batch_holds_every_rollout_in_order(parts: list[tuple[Any, Any, int]]) -> None:
+    rollouts = [rollout(p, r, weight_version=v) for p, r, v in parts for _ in range(2)]
+    batch = build_batch(rollouts, group_size=2)
+    assert batch.rollout_logprobs is not None and batch.route_mask is not None
+    assert batch.weight_version is not None and batch.group_ids is not None
+    offsets = batch.offsets.tolist()
+    for i, sample in enumerate(rollouts):
+        rows = slice(offsets[i], offsets[i + 1])
+        prompt, response = len(sample.prompt_tokens), len(sample.response_tokens)
+        assert batch.tokens[rows].tolist() == [*sample.prompt_tokens, *sample.response_tokens]
+        assert batch.response_mask[rows].tolist() == [False] * prompt + [True] * response
+        assert batch.rollout_logprobs[rows].tolist() == [0.0] * prompt + list(sample.logprobs or ())
+        assert batch.route_mask[rows].tolist() == [True] * (prompt + response - 1) + [False]
+        assert batch.weight_version[i] == sample.weight_version
+        assert batch.group_ids[i] == i // 2
+    assert batch.rollout_expert_indices == tuple(r.routes for r in rollouts)
+    # Coverage as DESIGN rule 6 defines it: captured rows / (tokens - 1).
+    assert int(batch.route_mask.sum()) == int((batch.seq_lens - 1).sum())
+
+
+def test_logprobs_keep_every_bit_of_float32() -> None:
+    value = float(torch.tensor(-0.1, dtype=torch.float32))
+    batch = build_batch([rollout((1,), (2,), logprobs=(value,))] * 2, 2)
+    assert batch.rollout_logprobs is not None
+    assert batch.rollout_logprobs.tolist() == [0.0, value] * 2
+
+
+def test_without_capture_there_are_neither_routes_nor_mask() -> None:
+    batch = build_batch([rollout((1, 2), (3,), routes=None)] * 2, 2)
+    assert batch.rollout_expert_indices is None and batch.route_mask is None
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "message"),
+    [
+        ([rollout((1,), (2,))] * 3, "groups of 2"),
+        ([], "groups of 2"),
+        ([rollout((1,), (2,), logprobs=None)] * 2, "found none"),
+        ([rollout((1,), (2, 3), logprobs=(-1.0,))] * 2, "expected 2 log-probabilities"),
+        ([rollout((1,), (2,)), rollout((1,), (2,), routes=None)], "found 1 with"),
+        ([rollout((1,), (2,), routes=route_ref(2))] * 2, "tokens - 1 rows"),
+    ],
+)
+def test_malformed_rollouts_are_refused(rollouts: list[Rollout], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_batch(rollouts, 2)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    prompt_tokens: tuple[int, ...]
+    id: str
+
+
+def test_every_request_of_a_step_has_its_own_seed_even_for_a_repeated_prompt() -> None:
+    problems = [Prompt((1,), "a"), Prompt((2,), "b"), Prompt((1,), "a")]
+    groups = make_requests(problems, num_samples=4, run_seed=0, step=1)
+    assert [len(group) for group in groups] == [4, 4, 4]
+    assert [group[0].prompt_tokens for group in groups] == [(1,), (2,), (1,)]
+    seeds = {request.seed for group in groups for request in group}
+    assert len(seeds) == 12
+    later = make_requests(problems, num_samples=4, run_seed=0, step=2)
+    assert seeds.isdisjoint(request.seed for group in later for request in group)
+
+
+def test_seeds_do_not_depend_on_the_other_prompts() -> None:
+    alone = make_requests([Prompt((1,), "a")], 2, run_seed=0, step=0)
+    among = make_requests([Prompt((2,), "b"), Prompt((1,), "a")], 2, run_seed=0, step=0)
+    assert alone[0] == among[1]

@@ -1,0 +1,110 @@
+"""What an engine is started with."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.config.rollout import RolloutConfig
+from rltrain.rollout.launch import (
+    EngineSpec,
+    RouteCapture,
+    check_version,
+    engine_args,
+    environment,
+    stop_token_ids,
+)
+from rltrain.routing.integrity import RouteShape
+
+KNOWN = [
+    "max_num_seqs",
+    "enable_return_routed_experts",
+    "enable_chunked_prefill",
+    "distributed_executor_backend",
+]
+SHAPE = RouteShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, experts_per_token=2)
+SPEC = EngineSpec("model", RolloutConfig(max_response_tokens=16), 64, 0, "cpu", None)
+
+
+def with_rollout(device: Any = "cpu", **fields: Any) -> EngineSpec:
+    return replace(SPEC, device=device, rollout=RolloutConfig(**fields))
+
+
+def test_the_engine_has_room_for_the_longest_sequence() -> None:
+    assert engine_args(SPEC, KNOWN)["max_model_len"] == 80
+
+
+def test_an_unknown_engine_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="did you mean max_num_seqs"):
+        engine_args(with_rollout(engine_args={"max_num_seq": 4}), KNOWN)
+
+
+def test_engine_options_are_passed_on() -> None:
+    args = engine_args(with_rollout(engine_args={"max_num_seqs": 4}), KNOWN)
+    assert args["max_num_seqs"] == 4
+
+
+def test_capture_needs_an_engine_that_has_it() -> None:
+    capturing = replace(SPEC, capture=RouteCapture(SHAPE, 3, store=None))
+    assert engine_args(capturing, KNOWN)["enable_return_routed_experts"]
+    assert "enable_return_routed_experts" not in engine_args(SPEC, KNOWN)
+    with pytest.raises(ValueError, match=r"vllm>=0\.26"):
+        engine_args(capturing, ["max_num_seqs"])
+
+
+def test_old_vllm_is_refused() -> None:
+    check_version("0.26.0")
+    check_version("0.100.1.dev3+cpu")
+    check_version("1.0.0")
+    with pytest.raises(ValueError, match=r"expected vllm>=0\.26, found 0\.25\.1"):
+        check_version("0.25.1")
+
+
+def test_capture_of_a_dense_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="no layer with a router"):
+        RouteCapture(replace(SHAPE, moe_layers=()), 1, store=None)
+
+
+@pytest.mark.parametrize("layers_per_block", [0, 2, 4])
+def test_blocks_must_divide_the_layers(layers_per_block: int) -> None:
+    with pytest.raises(ValueError, match="does not divide the 3 layers"):
+        RouteCapture(SHAPE, layers_per_block, store=None)
+
+
+def test_prompts_are_never_cut_on_cpu() -> None:
+    assert engine_args(SPEC, KNOWN)["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in engine_args(replace(SPEC, device="cuda"), KNOWN)
+    with pytest.raises(ValueError, match="enable_chunked_prefill=true"):
+        engine_args(with_rollout(engine_args={"enable_chunked_prefill": True}), KNOWN)
+
+
+def test_environment_is_for_the_device() -> None:
+    cpu = environment(with_rollout(kv_cache_gib=3))
+    assert cpu["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    cuda = environment(replace(SPEC, device="cuda"))
+    assert not any("CPU" in name for name in cuda)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in cuda  # capture needs the V2 runner from 0.32 on
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {
+                "generation_config.json": {"eos_token_id": [7, 5]},
+                "config.json": {"eos_token_id": 1},
+            },
+            [5, 7],
+        ),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 0}}, [0]),
+        ({"config.json": {"eos_token_id": None}}, []),
+    ],
+)
+def test_stop_tokens_come_from_the_folder(
+    tmp_path: Path, files: dict[str, Any], expected: list[int]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert stop_token_ids(str(tmp_path)) == expected
