@@ -130,6 +130,15 @@ def test_secrets_are_taken_out_wherever_they_hide():
     assert SECRET in str(config)
 
 
+def test_no_secret_is_written_to_the_run_folder(tmp_path):
+    config = {"hub": {"hf_token": SECRET}}
+    with Tracker(tmp_path, TRACKING, config, {}, num_steps=1):
+        pass
+    for path in tmp_path.iterdir():
+        assert SECRET not in path.read_text()
+    assert REDACTED in (tmp_path / "config.yaml").read_text()
+
+
 def test_what_only_sounds_secret_stays():
     config = {
         "max_response_tokens": 48,
