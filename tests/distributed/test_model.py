@@ -196,6 +196,27 @@ def check_every_token_belongs_to_a_sequence(mesh: Any) -> None:
         model(tokens, tokens, None, packed_seq_params=packed)
 
 
+def check_torch_adam_survives_a_checkpoint(mesh: Any) -> None:
+    """The two fixes that Megatron's checkpoint of torch's Adam needs."""
+    from rltrain.policy.optimizer import build_optimizer, take_step
+
+    chunks = build(mesh)
+    optimizer, _ = build_optimizer(chunks, OptimizerConfig(), PrecisionConfig(), CPU)
+    for _ in range(2):
+        gradients(mesh, chunks)
+        take_step(optimizer)
+    for part in optimizer.chained_optimizers:
+        part.load_state_dict(part.state_dict())
+        steps = [state["step"] for state in part.optimizer.state.values()]
+        assert {float(step) for step in steps} == {2}
+        assert len({id(step) for step in steps}) == len(steps), "counted once per parameter"
+        param = next(iter(part.model_param_group_index_map))
+        stored = part._get_main_param_and_optimizer_states(param)
+        del stored["step"]  # checkpoints keep it once, not per parameter
+        with torch.no_grad():
+            part._set_main_param_and_optimizer_states(param, stored)
+
+
 def check_cpu_patches_are_applied_once(mesh: Any) -> None:
     from rltrain.patches.megatron import CPU_PATCHES, apply_cpu
     from rltrain.patches.registry import is_applied
