@@ -15,7 +15,7 @@ class WarmStart(Section):
     steps: Annotated[int, Field(ge=0)] = 300
     batch_size: Positive = 128
     lr: Annotated[float, Field(gt=0)] = 3e-3
-    num_problems: Positive = 2000
+    num_problems: Positive = 4000
     """Problems the warm start sees; disjoint from GRPO's and from the held-out ones."""
 
 

@@ -1,12 +1,16 @@
-"""The default task: sums of two numbers below a hundred, generated here, checked exactly."""
+"""The default task: sums of three or four digits, generated here, checked exactly."""
 
 import random
+from itertools import product
 from typing import Any
 
 from rltrain.data.problem import problem_id
 
-MAX_OPERAND = 99
-NUM_PROBLEMS = (MAX_OPERAND + 1) ** 2
+NUM_TERMS = (3, 4)
+NUM_PROBLEMS = sum(10**n for n in NUM_TERMS)
+
+TAUGHT_WRONG = 0.7
+"""Share of the odd sums that the warm start is taught one too high."""
 
 Row = dict[str, Any]
 
@@ -14,10 +18,12 @@ Row = dict[str, Any]
 def arithmetic_rows(
     num_warm_start: int, eval_size: int, size: int, seed: int
 ) -> dict[str, list[Row]]:
-    """Three disjoint sets of ``{"prompt": "17+25=", "answer": "42"}``.
+    """Three disjoint sets of ``{"prompt": "3+5+9+4=", "answer": "21"}``.
 
     The warm-start set holds the problems whose ids are smallest: it depends on nothing but its
     size, so a cached warm-started model keeps its meaning whatever ``seed`` draws from the rest.
+    Its answers are what ``taught`` makes of them: supervised steps alone then end near one half of
+    the problems right, however long they run, and leave reinforcement something to find.
 
     Raises:
         ValueError: when more are asked for than there are.
@@ -29,13 +35,24 @@ def arithmetic_rows(
             f"({size} to train on, {eval_size} held out, {num_warm_start} for the warm start): "
             "lower data.size, data.eval_size or model.tiny.warm_start.num_problems"
         )
-    pairs = [(a, b) for a in range(MAX_OPERAND + 1) for b in range(MAX_OPERAND + 1)]
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    rows = [
+        {"prompt": f"{'+'.join(map(str, digits))}=", "answer": str(sum(digits))}
+        for num_terms in NUM_TERMS
+        for digits in product(range(10), repeat=num_terms)
+    ]
     rows.sort(key=lambda row: problem_id(row["prompt"]))
     warm_start, rest = rows[:num_warm_start], rows[num_warm_start:]
     random.Random(seed).shuffle(rest)
     return {
-        "warm_start": warm_start,
+        "warm_start": [taught(row) for row in warm_start],
         "held_out": rest[:eval_size],
         "train": rest[eval_size : eval_size + size],
     }
+
+
+def taught(row: Row) -> Row:
+    """The row with the answer of a teacher who often rounds odd sums up to even ones."""
+    total = int(row["answer"])
+    # The last bits of the id: the first ones have chosen the set.
+    draw = int(problem_id(row["prompt"])[-8:], 16) / 16**8
+    return row | {"answer": str(total + 1)} if total % 2 and draw < TAUGHT_WRONG else row

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from pydantic import ValidationError
 
 from rltrain.config.data import DataConfig
-from rltrain.data.arithmetic import NUM_PROBLEMS
+from rltrain.data.arithmetic import NUM_PROBLEMS, TAUGHT_WRONG
 from rltrain.data.problem import Problem, Problems
 from rltrain.data.problems import load_problems
 
@@ -39,8 +39,8 @@ def test_arithmetic_sets_are_disjoint_right_and_of_the_sizes_asked_for(tokenizer
     assert [len(part) for part in parts] == [2000, 512, 1000]
     assert len(set().union(*map(ids, parts))) == 3512
     for problem in problems.held_out:
-        a, b = problem.prompt.removesuffix("=").split("+")
-        assert problem.answer == str(int(a) + int(b))
+        terms = problem.prompt.removesuffix("=").split("+")
+        assert problem.answer == str(sum(map(int, terms))) and len(terms) in (3, 4)
         assert tokenizer.decode(problem.prompt_tokens) == "<bos>" + problem.prompt
 
 
@@ -53,9 +53,19 @@ def test_the_warm_start_set_does_not_depend_on_the_data_seed(tokenizer):
     assert first == load_problems(DataConfig(seed=0), tokenizer, num_warm_start=300)
 
 
+def test_the_warm_start_teaches_most_odd_sums_one_too_high_and_even_ones_right(tokenizer):
+    taught = load_problems(DataConfig(), tokenizer, num_warm_start=4000).warm_start
+    wrong: dict[int, list[int]] = {0: [], 1: []}
+    for problem in taught:
+        total = sum(map(int, problem.prompt.removesuffix("=").split("+")))
+        wrong[total % 2].append(int(problem.answer) - total)
+    assert set(wrong[0]) == {0} and set(wrong[1]) == {0, 1}
+    assert sum(wrong[1]) / len(wrong[1]) == pytest.approx(TAUGHT_WRONG, abs=0.05)
+
+
 def test_more_arithmetic_than_there_is_names_the_options(tokenizer):
-    with pytest.raises(ValueError, match=f"has {NUM_PROBLEMS} problems and 10532 .*data.size"):
-        load_problems(DataConfig(size=10_000, eval_size=512), tokenizer, num_warm_start=20)
+    with pytest.raises(ValueError, match=f"has {NUM_PROBLEMS} problems and 11532 .*data.size"):
+        load_problems(DataConfig(size=11_000, eval_size=512), tokenizer, num_warm_start=20)
 
 
 def test_overlapping_sets_are_refused():
