@@ -90,6 +90,15 @@ def test_a_pool_that_was_not_looking_does_not_turn_results_into_timeouts(monkeyp
     assert [r.value for r in results] == [1.0, 2.0]
 
 
+def test_a_result_that_waits_to_be_read_is_no_timeout():
+    with pool_of() as pool:
+        worker = pool._workers[0]
+        worker.assign([0], samples("is 1"))
+        assert worker.connection.poll(5.0)
+        worker.began = time.monotonic() - 100.0
+        assert worker.failure(timeout_s=5.0) is None
+
+
 def test_a_killed_worker_takes_what_it_started_with_it(tmp_path):
     with pool_of(timeout_s=0.5) as pool:
         hung = pool._workers[0].process.pid
