@@ -2,23 +2,29 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ |= {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, AsyncEngineArgs, SamplingParams
-from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.weights import receiver
@@ -32,19 +38,25 @@ PROMPTS = [{"prompt_token_ids": [7, 3, 11, 5 + i, 2]} for i in range(4)]
 BUCKET_BYTES = 200_000
 
 Weights = dict[str, torch.Tensor]
-MakeModel = Callable[[int, str], tuple[Path, Weights]]
+MakeModel = Callable[..., tuple[Path, Weights]]
+
+
+@pytest.fixture(autouse=True)
+def own_rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM shares these among the engines of a process, and a failed sync leaves them empty."""
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
 
 
 @pytest.fixture(scope="module")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    def make(seed: int, dtype: str) -> tuple[Path, Weights]:
+    def make(seed: int, dtype: str, expert_size: int = 64) -> tuple[Path, Weights]:
         """A folder with random weights, and its tensors as a policy would send them."""
         torch.manual_seed(seed)
         config = Qwen3MoeConfig(
             vocab_size=200,  # vLLM pads it to 256
             hidden_size=64,
             intermediate_size=96,
-            moe_intermediate_size=48,  # the CPU kernel pads it to 64
+            moe_intermediate_size=expert_size,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -59,7 +71,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
         )
         folder = tmp_path_factory.mktemp(f"seed{seed}")
         Qwen3MoeForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
-        return folder, _read(folder)
+        return folder, load_file(folder / "model.safetensors")
 
     return make
 
@@ -82,6 +94,7 @@ def arguments(folder: Path, dtype: str) -> dict[str, Any]:
         "enforce_eager": True,
         "max_model_len": 64,
         "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 16 * 2**20,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": "uni",
         **receiver.engine_args(),
@@ -130,12 +143,99 @@ def sync(engine: LLM, weights: Weights, spoil: Callable[[Bucket], None] | None =
     assert engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_syncs_in_a_row_equal_fresh_engines(make_model: MakeModel, dtype: str) -> None:
-    engine = LLM(**arguments(make_model(0, dtype)[0], dtype))
+# The CPU kernel pads experts of 48 to 64.
+@pytest.mark.parametrize(("dtype", "expert_size"), [("float32", 64), ("bfloat16", 48)])
+def test_syncs_in_a_row_equal_fresh_engines(
+    make_model: MakeModel, dtype: str, expert_size: int
+) -> None:
+    engine = LLM(**arguments(make_model(0, dtype, expert_size)[0], dtype))
     for seed in (1, 2):
-        folder, weights = make_model(seed, dtype)
+        folder, weights = make_model(seed, dtype, expert_size)
         sync(engine, weights)
         fresh = LLM(**arguments(folder, dtype))
         check_same(digest(engine), digest(fresh))
         assert generate(engine) == generate(fresh)
+
+
+def test_unpacked_experts_are_seen_by_the_digest(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the patch a sync raises nothing and samples from another model."""
+    fresh = LLM(**arguments(make_model(1, "bfloat16")[0], "bfloat16"))
+    engine = LLM(**arguments(make_model(0, "bfloat16")[0], "bfloat16"))
+    patched = UnquantizedFusedMoEMethod._setup_kernel
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "_setup_kernel", patched.__wrapped__)
+    sync(engine, make_model(1, "bfloat16")[1])
+    with pytest.raises(ValueError, match=r"4 of \d+ engine tensors differ.*w13_weight.*w2_weight"):
+        check_same(digest(engine), digest(fresh))
+    assert generate(engine) != generate(fresh)
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_missing_expert_is_refused(make_model: MakeModel, has_checkpoint: bool) -> None:
+    folder, weights = make_model(0, "bfloat16")
+    engine = LLM(**arguments(folder, "bfloat16"))
+    del weights[lost := "model.layers.1.mlp.experts.5.up_proj.weight"]
+    if not has_checkpoint:
+        (folder / "model.safetensors").unlink()
+    named = re.escape(f"missing ['{lost}'] (1 in all)") if has_checkpoint else "unknown names"
+    unfilled = r"model\.layers\.1\.mlp\.experts\S* \(94208 of 98304 elements\)"
+    with pytest.raises(ValueError, match=f"incomplete.*{named}.*{unfilled}"):
+        sync(engine, weights)
+
+
+def test_a_flipped_bit_is_refused_and_ends_the_engine(make_model: MakeModel) -> None:
+    folder, weights = make_model(0, "bfloat16")
+    engine = LLM(**arguments(folder, "bfloat16"))
+
+    def flip(bucket: Bucket) -> None:
+        assert bucket["segment"] is not None
+        with open(SHARED_MEMORY / bucket["segment"], "r+b") as segment:
+            byte = segment.read(1)[0]
+            segment.seek(0)
+            segment.write(bytes([byte ^ 4]))
+
+    with pytest.raises(ValueError, match=r"arrived changed: expected \d+ bytes with crc32"):
+        sync(engine, weights, spoil=flip)
+    with pytest.raises(RuntimeError, match="start a new engine"):
+        sync(engine, weights)
+
+
+def test_async_engine(make_model: MakeModel) -> None:
+    """The calls the rollout actor makes; the model is in another process."""
+    asyncio.run(_async_engine(*make_model(0, "bfloat16"), *make_model(1, "bfloat16")))
+
+
+async def _async_engine(folder: Path, old: Weights, new_folder: Path, new: Weights) -> None:
+    fresh = LLM(**arguments(new_folder, "bfloat16"))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(folder, "bfloat16")))
+    try:
+        running = asyncio.create_task(_generate_async(engine, 0))
+        while not engine.output_processor.has_unfinished_requests():
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="requests are running"):
+            await receiver.start_sync(engine)
+        await running
+        for weights in (old, new):
+            await receiver.start_sync(engine)
+            for bucket in buckets(weights):
+                await receiver.load_bucket(engine, bucket)
+            await receiver.finish_sync(engine)
+        check_same(await receiver.engine_digest(engine), digest(fresh))
+        found = await asyncio.gather(*(_generate_async(engine, i) for i in range(len(PROMPTS))))
+        assert sampled(found) == generate(fresh)
+
+        await receiver.start_sync(engine)
+        everything = buckets(new)
+        await receiver.load_bucket(engine, next(everything))
+        next(everything)
+        with pytest.raises(Exception, match="expected bucket 1, found 2"):
+            await receiver.load_bucket(engine, next(everything))
+    finally:
+        engine.shutdown()
+
+
+async def _generate_async(engine: AsyncLLM, index: int) -> Any:
+    async for output in engine.generate(PROMPTS[index], sampling(), request_id=f"{index}"):
+        final = output
+    return final
