@@ -110,7 +110,9 @@ class Batch:
     def require(self, *names: str) -> None:
         """Raise ValueError unless every named field has been filled."""
         if missing := [name for name in names if getattr(self, name) is None]:
-            raise ValueError(f"the batch has no {', '.join(missing)}: run the stage that fills it first")
+            raise ValueError(
+                f"the batch has no {', '.join(missing)}: run the stage that fills it first"
+            )
 
     def with_fields(self, **values: Any) -> Self:
         return replace(self, **values)

@@ -26,11 +26,15 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_by_std: bo
     """
     if not bool(rewards.isfinite().all()):
         bad = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(f"rewards: sequence {bad} has reward {float(rewards[bad])}, expected a finite number")
+        raise ValueError(
+            f"rewards: sequence {bad} has reward {float(rewards[bad])}, expected a finite number"
+        )
     rewards = rewards.double()
     _, group = group_ids.unique(return_inverse=True)
     num_groups = int(group.max()) + 1 if len(group) else 0
-    count = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, torch.ones_like(rewards))
+    count = torch.zeros(num_groups, dtype=torch.float64).index_add_(
+        0, group, torch.ones_like(rewards)
+    )
     mean = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, rewards) / count
     centered = rewards - mean[group]
     # Equal rewards may differ from their mean by rounding; dividing that by its own size is noise.

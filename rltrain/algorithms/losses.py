@@ -11,7 +11,9 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
     """PPO's pessimistic loss (arXiv:1707.06347, equation 7, negated) with two clip ranges (DAPO,
     arXiv:2503.14476, equation 10): ``-min(r A, clip(r, 1 - low, 1 + high) A)``.  # [N] -> [N]
     """

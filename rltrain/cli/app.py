@@ -26,7 +26,34 @@ def list_keys(arguments: Arguments) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Arguments], int]] = {"train": train, "keys": list_keys}
+def export(arguments: Arguments) -> int:
+    """Export the newest checkpoint of RUN to a new Hugging Face folder OUT."""
+    from rltrain.cli.export import export as run
+
+    return run(arguments)
+
+
+def report(arguments: Arguments) -> int:
+    """Write the report of RUN anew from the files in its folder."""
+    from rltrain.cli.report import report as run
+
+    return run(arguments)
+
+
+def dashboard(arguments: Arguments) -> int:
+    """Save the dashboard as a view of the wandb project ENTITY/PROJECT."""
+    from rltrain.cli.report import dashboard as run
+
+    return run(arguments)
+
+
+COMMANDS: dict[str, Callable[[Arguments], int]] = {
+    "train": train,
+    "report": report,
+    "export": export,
+    "keys": list_keys,
+    "dashboard": dashboard,
+}
 """Name -> function of the arguments after the name; its docstring is the help."""
 
 
@@ -39,12 +66,16 @@ def main(argv: Arguments | None = None) -> int:
     if arguments[0] not in COMMANDS:
         sys.stderr.write(f"rltrain: there is no command {arguments[0]}\n\n{usage()}")
         return 2
-    return COMMANDS[arguments[0]](arguments[1:])
+    try:
+        return COMMANDS[arguments[0]](arguments[1:])
+    except (ValueError, RuntimeError) as error:
+        sys.stderr.write(f"rltrain {arguments[0]}: {error}\n")
+        return 2
 
 
 def usage() -> str:
     lines = "\n".join(
-        f"  {name:<8} {(command.__doc__ or '').splitlines()[0]}"
+        f"  {name:<10} {(command.__doc__ or '').splitlines()[0]}"
         for name, command in COMMANDS.items()
     )
     return f"usage: rltrain COMMAND ...\n\ncommands:\n{lines}\n"

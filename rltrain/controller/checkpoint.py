@@ -38,7 +38,11 @@ def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], k
         (partial / POLICY).mkdir(parents=True)
         policy.call("save", str(partial / POLICY))
         (partial / STATE).write_text(json.dumps({"step": step, **state}))
-        manifest = {str(p.relative_to(partial)): _entry(p) for p in sorted(partial.rglob("*")) if p.is_file()}
+        manifest = {
+            str(p.relative_to(partial)): _entry(p)
+            for p in sorted(partial.rglob("*"))
+            if p.is_file()
+        }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         shutil.rmtree(target, ignore_errors=True)
         os.rename(partial, target)
@@ -58,7 +62,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(p.parent for p in _folder(run_dir).glob(f"step_*/{MANIFEST}"))
 
 
-def restore(path: Path, run_dir: Path, policy: PolicyGroup, config: CheckpointConfig) -> dict[str, Any]:
+def restore(
+    path: Path, run_dir: Path, policy: PolicyGroup, config: CheckpointConfig
+) -> dict[str, Any]:
     """Load a checkpoint into the policy; returns the state that was saved with it.
 
     Raises:
@@ -89,7 +95,9 @@ def verify(path: Path, run_dir: Path, *, trust: bool) -> None:
         )
     for name, entry in expected.items():
         if _entry(path / name) != entry:
-            raise ValueError(f"{path / name}: its content is not what {MANIFEST} says; use an older checkpoint")
+            raise ValueError(
+                f"{path / name}: its content is not what {MANIFEST} says; use an older checkpoint"
+            )
 
 
 def _folder(run_dir: Path) -> Path:
@@ -98,4 +106,7 @@ def _folder(run_dir: Path) -> Path:
 
 def _entry(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }

@@ -36,7 +36,7 @@ def cluster(config: Config) -> Iterator[Cluster]:
     local = {
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
-        "num_cpus": max(8, os.cpu_count() or 1),
+        "num_cpus": max(8, len(os.sched_getaffinity(0))),
     }
     ray.init(
         address=config.cluster.address,

@@ -15,15 +15,8 @@ from rltrain.routing.integrity import RouteShape
 from rltrain.weights.architecture import Architecture
 
 
-def start_engines(
-    config: Config, path: Path, arch: Architecture, placed: Cluster
-) -> tuple[list[Any], Callable[[], list[dict[str, Any]]]]:
-    """Begin loading every engine.
-
-    Returns:
-        The actors, and a function that waits until all are ready and returns their capabilities.
-    """
-    spec = EngineSpec(
+def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster) -> EngineSpec:
+    return EngineSpec(
         model_path=str(path),
         rollout=config.rollout,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -32,9 +25,21 @@ def start_engines(
         capture=_capture(config, arch),
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def start_engines(
+    config: Config, spec: EngineSpec, placed: Cluster
+) -> tuple[list[Any], Callable[[], list[dict[str, Any]]]]:
+    """Begin loading every engine.
+
+    Returns:
+        The actors, and a function that waits until all are ready and returns their capabilities.
+    """
     started = [start_engine(spec, placed.engine_gpus) for _ in range(config.rollout.num_engines)]
     limit = config.cluster.start_timeout_s
-    return [engine for engine, _ in started], lambda: ray.get([ready for _, ready in started], timeout=limit)
+    return [engine for engine, _ in started], lambda: ray.get(
+        [ready for _, ready in started], timeout=limit
+    )
 
 
 def _capture(config: Config, arch: Architecture) -> RouteCapture | None:

@@ -61,10 +61,14 @@ class Evaluator:
         with timer.phase("eval"):
             rollouts = self.generator.greedy(self.held_out)
             results = judge(self.pool, self.tokenizer, self.held_out, rollouts)
-        self.tracker.samples(step, [self._row(*row) for row in zip(self.held_out, rollouts, results, strict=True)])
+        self.tracker.samples(
+            step, [self._row(*row) for row in zip(self.held_out, rollouts, results, strict=True)]
+        )
         values = [result.value or 0.0 for result in results]
         lengths = [len(rollout.response_tokens) for rollout in rollouts]
-        unreadable = [not self._is_readable(*pair) for pair in zip(self.held_out, rollouts, strict=True)]
+        unreadable = [
+            not self._is_readable(*pair) for pair in zip(self.held_out, rollouts, strict=True)
+        ]
         return {
             "eval/accuracy": sum(value >= 1.0 for value in values) / len(values),
             "eval/format_error_fraction": sum(unreadable) / len(unreadable),
@@ -76,7 +80,9 @@ class Evaluator:
         text = self.tokenizer.decode(rollout.response_tokens, skip_special_tokens=True).strip()
         if rollout.finish_reason == "length" or not text:
             return False
-        literal = self.config.data.reward.function == "exact" and INTEGER.fullmatch(str(problem.answer))
+        literal = self.config.data.reward.function == "exact" and INTEGER.fullmatch(
+            str(problem.answer)
+        )
         return INTEGER.fullmatch(text) is not None if literal else True
 
     def _row(self, problem: Problem, rollout: Rollout, result: RewardResult) -> dict[str, object]:

@@ -31,7 +31,9 @@ class Update:
 class PolicyGroup:
     """Calls every worker at once and puts their answers back in the order of the batch."""
 
-    def __init__(self, config: Config, model_path: str, device: str, actor_options: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Config, model_path: str, device: str, actor_options: dict[str, Any]
+    ) -> None:
         self._config = config
         self._timeout = config.cluster.call_timeout_s
         # The rendezvous is a file of this run alone: no port to collide with or to listen on.
@@ -43,11 +45,15 @@ class PolicyGroup:
         ]
         self._dp_ranks = [place["dp_rank"] for place in self.call("place")]
 
-    def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def call(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call ``method`` on every worker with the same arguments; results by rank."""
         return self._gather(method, lambda _: (args, kwargs), timeout)
 
-    def _gather(self, method: str, arguments: Callable[[int], Any], timeout: float | None = None) -> list[Any]:
+    def _gather(
+        self, method: str, arguments: Callable[[int], Any], timeout: float | None = None
+    ) -> list[Any]:
         refs = []
         for rank, worker in enumerate(self._workers):
             args, kwargs = arguments(rank)
@@ -62,7 +68,9 @@ class PolicyGroup:
                 "One hangs or is slow: see the logs in the run's folder, or raise cluster.call_timeout_s"
             ) from error
         except RayTaskError as error:
-            raise RuntimeError(f"policy.{method}: {type(error.cause).__name__}: {error.cause}") from error
+            raise RuntimeError(
+                f"policy.{method}: {type(error.cause).__name__}: {error.cause}"
+            ) from error
         except RayActorError as error:
             raise RuntimeError(
                 f"policy.{method}: a policy worker died ({error}). Often it ran out of memory: see the "

@@ -13,7 +13,9 @@ from rltrain.controller.policy_group import Update
 from rltrain.policy.types import Agreement
 
 
-def with_rewards(batch: Batch, rewards: Sequence[float | None], *, shuffle_seed: int | None = None) -> Batch:
+def with_rewards(
+    batch: Batch, rewards: Sequence[float | None], *, shuffle_seed: int | None = None
+) -> Batch:
     """Fill ``rewards`` and ``loss_mask``; a sequence whose reward failed leaves the loss.
 
     Args:
@@ -26,7 +28,8 @@ def with_rewards(batch: Batch, rewards: Sequence[float | None], *, shuffle_seed:
         values = values[order]
     scored = values.isfinite()
     return batch.with_fields(
-        rewards=values.float(), loss_mask=batch.response_mask & scored.repeat_interleave(batch.seq_lens)
+        rewards=values.float(),
+        loss_mask=batch.response_mask & scored.repeat_interleave(batch.seq_lens),
     )
 
 
@@ -45,7 +48,9 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig, mini_batches: int)
     )
     return batch.with_fields(
         advantages=over_tokens(per_sequence, batch.seq_lens, batch.loss_mask),
-        loss_weights=torch.cat([loss_weights(mask, lens, algorithm.aggregation) for mask, lens in parts]),
+        loss_weights=torch.cat(
+            [loss_weights(mask, lens, algorithm.aggregation) for mask, lens in parts]
+        ),
     )
 
 
@@ -89,7 +94,9 @@ def rollout_metrics(batch: Batch, num_truncated: int) -> dict[str, float]:
     if isinstance(batch.rollout_expert_indices, tuple):
         owed = batch.num_tokens - batch.num_sequences  # the last token of a sequence owes no route
         refs = batch.rollout_expert_indices
-        row_bytes = refs[0].num_layers * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
+        row_bytes = (
+            refs[0].num_layers * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
+        )
         metrics["routing/coverage"] = float(batch.route_mask.sum()) / owed
         metrics["routing/bytes_per_token"] = float(row_bytes)
     return metrics
@@ -118,7 +125,9 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Means over the loss tokens of all updates of a step."""
 
     def mean(name: str) -> float:
-        return sum(u.totals[name] for u in updates) / max(1.0, sum(u.totals["tokens"] for u in updates))
+        return sum(u.totals[name] for u in updates) / max(
+            1.0, sum(u.totals["tokens"] for u in updates)
+        )
 
     names = {"policy/ratio_mean": "ratio", "policy/clip_fraction": "clipped", "policy/kl": "kl"}
     names |= {"policy/entropy": "entropy", "policy/ref_kl": "ref_kl"}

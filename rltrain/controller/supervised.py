@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config import Config
+from rltrain.config.data import DataConfig
 from rltrain.controller.cluster import Cluster, cluster
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.data.loader import PromptLoader
@@ -29,7 +30,9 @@ def run(config: Config) -> None:
     run_dir = Path(config.trainer.output_dir)
     path = Path(config.model.path) if config.model.path else build_random_model(config.model)
     with cluster(config) as placed:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code
+        )
         problems = load_problems(config.data, tokenizer).train
         versions = describe_environment()
         with Tracker(
@@ -71,7 +74,9 @@ def fit(
                 },
             )
         elif step % 50 == 0 or step == config.trainer.steps:
-            logger.info("warm start %d/%d: loss %.3f", step, config.trainer.steps, update.totals["loss"])
+            logger.info(
+                "warm start %d/%d: loss %.3f", step, config.trainer.steps, update.totals["loss"]
+            )
 
 
 def supervised_batch(problems: Sequence[Problem], tokenizer: Tokenizer, aggregation: str) -> Batch:
@@ -102,13 +107,15 @@ def warm_started_model(config: Config, placed: Cluster) -> Path:
     random_path = build_random_model(config.model)
     tokenizer = AutoTokenizer.from_pretrained(random_path)
     warm = config.model.tiny.warm_start
-    problems = load_problems(config.data, tokenizer, warm.num_problems).warm_start
+    problems = load_problems(DataConfig(), tokenizer, warm.num_problems).warm_start
     fitting = warm_start_config(config)
     logger.info("warm start: %d supervised steps on %d problems", warm.steps, len(problems))
     policy = PolicyGroup(fitting, str(random_path), placed.device, placed.policy_options)
     try:
         fit(fitting, policy, problems, tokenizer)
-        save_atomically(cached, lambda folder: policy.call("export", str(folder / path.name), "float32"))
+        save_atomically(
+            cached, lambda folder: policy.call("export", str(folder / path.name), "float32")
+        )
     finally:
         policy.shutdown()
     return path
@@ -120,8 +127,12 @@ def warm_start_config(config: Config) -> Config:
     values = config.model_dump()
     values["algorithm"] = {"type": "sft"}
     values["routing_replay"] = {"mode": "off"}
-    values["optimizer"] = {"lr": warm.lr, "schedule": "cosine"}
+    values["optimizer"] = {"lr": warm.lr, "schedule": "linear", "warmup_steps": 20}
     values["policy"]["parallel"] = {}
-    values["trainer"] |= {"steps": warm.steps, "prompts_per_step": warm.batch_size, "mini_batches": 1}
+    values["trainer"] |= {
+        "steps": warm.steps,
+        "prompts_per_step": warm.batch_size,
+        "mini_batches": 1,
+    }
     values["trainer"]["seed"] = config.model.tiny.seed
     return Config.model_validate(values)

@@ -15,16 +15,17 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import checkpoint, stages
 from rltrain.controller.cluster import cluster
-from rltrain.controller.engines import start_engines
+from rltrain.controller.engines import engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator, judge
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.supervised import warm_started_model
-from rltrain.controller.weight_sync import sync_weights
+from rltrain.controller.weight_sync import check_weight_sync, sync_weights
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problems import load_problems
 from rltrain.environments.pool import RewardPool
-from rltrain.policy.types import Scored
+from rltrain.policy.types import Agreement, Scored
 from rltrain.rollout.generator import Generator
+from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
@@ -43,6 +44,7 @@ class Trainer:
     generator: Generator
     pool: RewardPool
     policy: PolicyGroup
+    spec: EngineSpec
     evaluator: Evaluator = field(init=False)
     tracker: Tracker = field(init=False)
 
@@ -65,11 +67,14 @@ class Trainer:
             self.policy.begin_step(batch)
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
-            self.compare_with_native(batch, scored, step, metrics)
-        with timer.phase("ref_logprobs"):
-            batch = self.score_reference(batch)
+            metrics |= self.compare_with_native(batch, scored)
+        if self.config.algorithm.kl_coef > 0:
+            with timer.phase("ref_logprobs"):
+                batch = self.score_reference(batch)
         with timer.phase("advantages"):
-            batch = stages.with_advantages(batch, self.config.algorithm, self.config.trainer.mini_batches)
+            batch = stages.with_advantages(
+                batch, self.config.algorithm, self.config.trainer.mini_batches
+            )
         with timer.phase("update"):
             metrics |= stages.update_metrics(self.update(batch))
         with timer.phase("weight_sync"):
@@ -85,7 +90,12 @@ class Trainer:
     # The stages
 
     def reward(
-        self, batch: Batch, problems: Sequence[Any], rollouts: Sequence[Any], step: int, metrics: dict[str, float]
+        self,
+        batch: Batch,
+        problems: Sequence[Any],
+        rollouts: Sequence[Any],
+        step: int,
+        metrics: dict[str, float],
     ) -> Batch:
         """Judge every response; one whose reward failed leaves the loss."""
         judged = judge(self.pool, self.evaluator.tokenizer, problems, rollouts)
@@ -107,33 +117,36 @@ class Trainer:
         )
         return batch.with_fields(old_logprobs=scored.logprobs), scored
 
-    def compare_with_native(
-        self, batch: Batch, scored: Scored, step: int, metrics: dict[str, float]
-    ) -> None:
-        """How far the trainer is from the rollout: as trained and, on sampled steps, without replay."""
-        rollout, mask = batch.rollout_logprobs, batch.response_mask
+    def compare_with_native(self, batch: Batch, scored: Scored) -> dict[str, float]:
+        """How far the trainer is from the rollout, as trained and, on sampled steps, without replay."""
+        assert batch.rollout_logprobs is not None
+        compared = batch.rollout_logprobs, batch.response_mask
+        if scored.agreement is None:
+            return mismatch_metrics(scored.logprobs, *compared)
+        self.check_overlap(scored.agreement)
         native = scored
-        if scored.agreement is not None:
-            metrics |= stages.overlap_metrics(scored.agreement, self.arch.experts_per_token)
-            self.check_overlap(scored.agreement.shared, scored.agreement.num_rows)
-            if self.config.routing_replay.mode == "r3":
-                native = self.policy.score(routing="native", measure=True)
-        flipped = native.agreement.flipped if native.agreement is not None else None
-        metrics |= mismatch_metrics(scored.logprobs, rollout, mask, flipped)
-        if flipped is not None:
-            metrics |= mismatch_metrics(native.logprobs, rollout, mask, flipped, area="mismatch_native")
-            metrics["routing/flipped_token_fraction"] = float(flipped[mask].float().mean())
+        if self.config.routing_replay.mode == "r3":
+            native = self.policy.score(routing="native", measure=True)
+        assert native.agreement is not None
+        flipped = native.agreement.flipped
+        return {
+            **stages.overlap_metrics(scored.agreement, self.arch.experts_per_token),
+            **mismatch_metrics(scored.logprobs, *compared, flipped),
+            **mismatch_metrics(native.logprobs, *compared, flipped, area="mismatch_native"),
+            "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
+        }
 
     def measures(self, batch: Batch, step: int) -> bool:
         every = self.config.routing_replay.sample_every
         return batch.rollout_expert_indices is not None and (step - 1) % every == 0
 
-    def check_overlap(self, shared: dict[int, int], num_rows: int) -> None:
+    def check_overlap(self, agreement: Agreement) -> None:
         """The gate on meaning: well-formed routes of other tokens, layers or weights stop here."""
         if self.config.routing_replay.mode != "r3":
             return
-        bound, owed = self.config.routing_replay.min_overlap, num_rows * self.arch.experts_per_token
-        for layer, count in shared.items():
+        bound = self.config.routing_replay.min_overlap
+        owed = agreement.num_rows * self.arch.experts_per_token
+        for layer, count in agreement.shared.items():
             if count < bound * owed:
                 raise RuntimeError(
                     f"layer {layer}: native routing shares {count / owed:.3f} of the experts that were "
@@ -143,8 +156,6 @@ class Trainer:
                 )
 
     def score_reference(self, batch: Batch) -> Batch:
-        if self.config.algorithm.kl_coef == 0:
-            return batch
         replay = self.config.routing_replay.reference == "replay"
         scored = self.policy.score(routing="rollout" if replay else "native", of="reference")
         return batch.with_fields(ref_logprobs=scored.logprobs)
@@ -152,7 +163,9 @@ class Trainer:
     def update(self, batch: Batch) -> Any:
         names = ["old_logprobs", "advantages", "loss_weights"]
         names += ["ref_logprobs"] if batch.ref_logprobs is not None else []
-        routing = {"off": "native", "r2": "recorded", "r3": "rollout"}[self.config.routing_replay.mode]
+        routing = {"off": "native", "r2": "recorded", "r3": "rollout"}[
+            self.config.routing_replay.mode
+        ]
         return self.policy.update({name: getattr(batch, name) for name in names}, routing=routing)
 
     def saves(self, step: int) -> bool:
@@ -177,9 +190,10 @@ class Trainer:
         return Path(self.config.trainer.output_dir)
 
     def sync_weights(self) -> None:
-        sync_weights(
-            self.policy, self.generator.engines, self.config.rollout.dtype, self.config.cluster.call_timeout_s
-        )
+        engines, limit = self.generator.engines, self.config.cluster.call_timeout_s
+        sync_weights(self.policy, engines, self.config.rollout.dtype, limit)
+        if self.config.trainer.check_weight_sync:
+            check_weight_sync(self.policy, engines, self.spec, limit)
 
 
 def run(config: Config) -> None:
@@ -187,21 +201,27 @@ def run(config: Config) -> None:
     with ExitStack() as stack:
         placed = stack.enter_context(cluster(config))
         path = Path(config.model.path) if config.model.path else warm_started_model(config, placed)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code
+        )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
         arch = read_architecture(path)
         # The engines load while the policy workers do.
-        engines, wait_until_ready = start_engines(config, path, arch, placed)
+        spec = engine_spec(config, path, arch, placed)
+        engines, wait_until_ready = start_engines(config, spec, placed)
         policy = PolicyGroup(config, str(path), placed.device, placed.policy_options)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
         trainer = Trainer(
             config=config,
             arch=arch,
-            prompts=PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed),
+            prompts=PromptLoader(
+                problems.train, config.trainer.prompts_per_step, config.trainer.seed
+            ),
             generator=generator,
             pool=pool,
             policy=policy,
+            spec=spec,
         )
         done = trainer.resume()
         versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
@@ -211,10 +231,12 @@ def run(config: Config) -> None:
             config.model_dump(mode="json"),
             versions,
             num_steps=config.trainer.steps,
-            first_step=done,
+            first_step=done + 1 if done else 0,
         )
         trainer.tracker = stack.enter_context(tracker)
-        trainer.evaluator = Evaluator(config, problems.held_out, generator, pool, tokenizer, tracker)
+        trainer.evaluator = Evaluator(
+            config, problems.held_out, generator, pool, tokenizer, tracker
+        )
         trainer.train(done)
 
 

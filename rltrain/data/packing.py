@@ -40,16 +40,18 @@ def plan_step(
     """
     size, rest = divmod(len(seq_lens), mini_batches)
     if rest:
-        raise ValueError(f"{len(seq_lens)} sequences do not divide into {mini_batches} mini-batches")
+        raise ValueError(
+            f"{len(seq_lens)} sequences do not divide into {mini_batches} mini-batches"
+        )
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     updates = []
     for start in range(0, len(seq_lens), size):
         ranks = balance(seq_lens[start : start + size], dp_size)
-        plan = pack([[seq_lens[start + r] for r in rank] for rank in ranks], max_tokens, multiple_of)
-        held = [len(shard) for shard in shards]
-        updates.append(
-            [[[held[d] + i for i in mb] for mb in cuts] for d, cuts in enumerate(plan)]
+        plan = pack(
+            [[seq_lens[start + r] for r in rank] for rank in ranks], max_tokens, multiple_of
         )
+        held = [len(shard) for shard in shards]
+        updates.append([[[held[d] + i for i in mb] for mb in cuts] for d, cuts in enumerate(plan)])
         for shard, rank in zip(shards, ranks, strict=True):
             shard.extend(start + r for r in rank)
     scoring = pack([[seq_lens[r] for r in shard] for shard in shards], max_tokens, multiple_of)

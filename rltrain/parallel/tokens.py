@@ -89,4 +89,3 @@ def take(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
     taken = values[index.clamp_min(0)]
     taken[index == PAD] = pad
     return taken
-

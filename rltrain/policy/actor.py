@@ -17,7 +17,7 @@ class PolicyActor:
         from rltrain.patches.megatron import apply_cpu, apply_fixes
 
         if device == "cpu":
-            shared = max(1, (os.cpu_count() or 1) // config.policy.parallel.world_size)
+            shared = max(1, len(os.sched_getaffinity(0)) // config.policy.parallel.world_size)
             torch.set_num_threads(config.policy.threads or shared)
             apply_cpu()
         apply_fixes()

@@ -38,7 +38,9 @@ def load(
     mesh: Mesh,
 ) -> None:
     """Read what `save` wrote, in this layout or another. Collective."""
-    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, mesh, is_loading=True), folder)
+    state = dist_checkpointing.load(
+        _sharded_state(chunks, optimizer, mesh, is_loading=True), folder
+    )
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state[f"model{number}"])
     with torch.no_grad():
@@ -47,7 +49,11 @@ def load(
 
 
 def _sharded_state(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, mesh: Mesh, *, is_loading: bool
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    mesh: Mesh,
+    *,
+    is_loading: bool,
 ) -> dict[str, Any]:
     metadata = _metadata(mesh)
     models = {
@@ -57,7 +63,9 @@ def _sharded_state(
     everything = {name: value for model in models.values() for name, value in model.items()}
     return {
         **models,
-        "optimizer": optimizer.sharded_state_dict(everything, is_loading=is_loading, metadata=metadata),
+        "optimizer": optimizer.sharded_state_dict(
+            everything, is_loading=is_loading, metadata=metadata
+        ),
         "updates": 0,
     }
 

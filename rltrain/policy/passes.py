@@ -61,7 +61,12 @@ class Scores:
 
 
 def score(
-    model: ModelOnMesh, micro_batches: Sequence[MicroBatch], num_tokens: int, *, replay: bool, record: bool
+    model: ModelOnMesh,
+    micro_batches: Sequence[MicroBatch],
+    num_tokens: int,
+    *,
+    replay: bool,
+    record: bool,
 ) -> Scores:
     """Log-probabilities of a shard's tokens, without gradients.
 
@@ -82,10 +87,14 @@ def score(
             natives.setdefault(mb.number, {})[chunk] = taps.recorded(mb.number)
 
     with torch.no_grad():
-        _run(model, micro_batches, collect, replay=replay, record=record, after_forward=after_forward)
+        _run(
+            model, micro_batches, collect, replay=replay, record=record, after_forward=after_forward
+        )
     if model.mesh.cp_size > 1:
         dist.all_reduce(logprobs, group=model.mesh.cp_group)
-    native = _gather_native(model, micro_batches, natives, num_tokens) if record and natives else None
+    native = (
+        _gather_native(model, micro_batches, natives, num_tokens) if record and natives else None
+    )
     return Scores(logprobs, native)
 
 
@@ -129,7 +138,9 @@ def _run(
     layers = model.route_layers
     taps: dict[int, tuple[int, RoutingTaps]] = {}
 
-    def forward_step(iterator: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(
+        iterator: Iterator[MicroBatch], chunk: nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
         mb = next(iterator)
         number, chunk_taps = taps[id(chunk)]
         targets = None

@@ -156,7 +156,9 @@ class RoutingTaps:
 
     def recorded(self, micro_batch: int) -> Tensor:
         """What the routers would choose themselves, layers in order.  # [S, L, K]"""
-        return torch.stack([self._taps[layer].native.pop(micro_batch) for layer in self.layers], dim=1)
+        return torch.stack(
+            [self._taps[layer].native.pop(micro_batch) for layer in self.layers], dim=1
+        )
 
 
 @contextmanager
@@ -178,7 +180,9 @@ def tapped(
         RuntimeError: a router was skipped, ran twice, or saw other rows than its routes have.
     """
     taps = {layer: RouterTap(layer, recomputations) for layer in routers}
-    replays: dict[int, Any] = {layer: _replay_of(layer, router) for layer, router in routers.items()}
+    replays: dict[int, Any] = {
+        layer: _replay_of(layer, router) for layer, router in routers.items()
+    }
     for layer, replay in replays.items():
         taps[layer].recording = record
         replay.get_replay_topk = taps[layer]

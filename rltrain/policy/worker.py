@@ -61,7 +61,9 @@ class PolicyWorker:
             total_updates=config.trainer.steps * config.trainer.mini_batches,
         )
         self.model = self._on_mesh(self.chunks)
-        self.reference = self._on_mesh(self._load(ddp=False)) if config.algorithm.kl_coef > 0 else None
+        self.reference = (
+            self._on_mesh(self._load(ddp=False)) if config.algorithm.kl_coef > 0 else None
+        )
         self.shard: Batch | None = None
         self.recorded_routes: Tensor | None = None
 
@@ -103,13 +105,17 @@ class PolicyWorker:
             rows = [torch.from_numpy(routes) for routes in fetch_routes(refs, layers)]
             # The last token of a sequence has no route: its row is False in route_mask.
             last = rows[0].new_zeros(1, *rows[0].shape[1:])
-            shard = shard.with_fields(rollout_expert_indices=torch.cat([x for r in rows for x in (r, last)]))
+            shard = shard.with_fields(
+                rollout_expert_indices=torch.cat([x for r in rows for x in (r, last)])
+            )
         self.shard = shard
 
     def _layer_slice(self) -> slice:
         """This stage's layers, counted among all that have a router."""
         owned = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
-        assert owned == list(range(owned[0], owned[0] + len(owned))), f"layers {owned} are not contiguous"
+        assert owned == list(range(owned[0], owned[0] + len(owned))), (
+            f"layers {owned} are not contiguous"
+        )
         return slice(owned[0], owned[-1] + 1)
 
     def score(
@@ -142,7 +148,9 @@ class PolicyWorker:
             self.recorded_routes = scores.native
         if not self._reports:
             return None
-        agreement = self._agreement(shard, scores.native) if measure and scores.native is not None else None
+        agreement = (
+            self._agreement(shard, scores.native) if measure and scores.native is not None else None
+        )
         return Scored(scores.logprobs, agreement)
 
     def _agreement(self, shard: Batch, native: Tensor) -> Agreement:
@@ -159,7 +167,11 @@ class PolicyWorker:
         )
 
     def update(
-        self, plan: Plan, fields: dict[str, Tensor], *, routing: Literal["native", "rollout", "recorded"]
+        self,
+        plan: Plan,
+        fields: dict[str, Tensor],
+        *,
+        routing: Literal["native", "rollout", "recorded"],
     ) -> Updated | None:
         """One optimizer update on the planned sequences.
 
@@ -171,7 +183,9 @@ class PolicyWorker:
         if routing == "recorded":
             assert self.recorded_routes is not None, "no routes were recorded in this step"
             everywhere = torch.ones(shard.num_tokens, dtype=torch.bool)
-            shard = shard.with_fields(rollout_expert_indices=self.recorded_routes, route_mask=everywhere)
+            shard = shard.with_fields(
+                rollout_expert_indices=self.recorded_routes, route_mask=everywhere
+            )
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -237,7 +251,9 @@ class PolicyWorker:
 
     def export(self, path: str, dtype: str) -> None:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
-        export_huggingface(path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype))
+        export_huggingface(
+            path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype)
+        )
 
     # Checkpoints
 

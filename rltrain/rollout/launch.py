@@ -65,7 +65,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.device == "cpu":
         # All cores: training and generation take turns. Ray would leave an actor with one thread.
-        threads = max(1, (os.cpu_count() or 1) // spec.rollout.num_engines)
+        threads = max(1, len(os.sched_getaffinity(0)) // spec.rollout.num_engines)
         env |= {
             "OMP_NUM_THREADS": str(threads),
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton

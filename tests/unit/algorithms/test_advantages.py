@@ -24,15 +24,21 @@ def reference(rewards: list[float], groups: list[int], normalize: bool) -> np.nd
 
 # Rewards as reward functions give them: coarse, so that ties are common.
 scored = st.lists(
-    st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0, -1.0, 3.0])), min_size=1, max_size=40
+    st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0, -1.0, 3.0])),
+    min_size=1,
+    max_size=40,
 )
 
 
 @given(scored, st.booleans())
 def test_equals_the_formula(pairs: list[tuple[int, float]], normalize: bool) -> None:
     groups, rewards = [g for g, _ in pairs], [r for _, r in pairs]
-    found = group_advantages(torch.tensor(rewards), torch.tensor(groups), normalize_by_std=normalize)
-    np.testing.assert_allclose(found.numpy(), reference(rewards, groups, normalize), rtol=1e-5, atol=1e-6)
+    found = group_advantages(
+        torch.tensor(rewards), torch.tensor(groups), normalize_by_std=normalize
+    )
+    np.testing.assert_allclose(
+        found.numpy(), reference(rewards, groups, normalize), rtol=1e-5, atol=1e-6
+    )
 
 
 @given(st.integers(1, 8), st.floats(-1e3, 1e3))

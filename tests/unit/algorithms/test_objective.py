@@ -38,7 +38,9 @@ def numpy_loss(b: dict[str, torch.Tensor], config: AlgorithmConfig) -> float:
         a = x["advantages"][t]
         clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
         log_r = x["ref"][t] - x["logprobs"][t]
-        kl = {"k1": -log_r, "k2": log_r**2 / 2, "k3": np.exp(log_r) - 1 - log_r}[config.kl_estimator]
+        kl = {"k1": -log_r, "k2": log_r**2 / 2, "k3": np.exp(log_r) - 1 - log_r}[
+            config.kl_estimator
+        ]
         value = -min(r * a, clipped * a) + config.kl_coef * kl
         per_token.append(value - config.entropy_coef * x["entropy"][t])
     ends = np.cumsum(b["seq_lens"].numpy())
@@ -74,7 +76,9 @@ def test_objective_equals_the_formula(seed: int, aggregation: str, kl: str) -> N
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["token_mean", "sequence_mean"]), st.integers(1, 6))
-def test_loss_and_gradient_do_not_depend_on_the_cut(seed: int, aggregation: str, parts: int) -> None:
+def test_loss_and_gradient_do_not_depend_on_the_cut(
+    seed: int, aggregation: str, parts: int
+) -> None:
     config, b = AlgorithmConfig(aggregation=aggregation), a_batch(seed)
     weights = loss_weights(b["mask"], b["seq_lens"], config.aggregation)
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from rltrain.data.packing import pack, plan_step
 
 steps = st.tuples(
-    st.sampled_from([1, 2, 4]), st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(30, 90)
+    st.sampled_from([1, 2, 4]),
+    st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    st.integers(30, 90),
 )
 
 
@@ -32,10 +34,10 @@ def test_plan(step: tuple[int, list[int], int], dp: int, multiple_of: int) -> No
 
     size = len(lens) // mini_batches
     for number, cuts in enumerate(plan.updates):
-        rows = sorted(
-            plan.shards[d][i] for d, rank in enumerate(cuts) for mb in rank for i in mb
+        rows = sorted(plan.shards[d][i] for d, rank in enumerate(cuts) for mb in rank for i in mb)
+        assert rows == list(range(number * size, (number + 1) * size)), (
+            "mini-batches keep the order"
         )
-        assert rows == list(range(number * size, (number + 1) * size)), "mini-batches keep the order"
 
 
 def test_ranks_of_unequal_load_run_equally_many() -> None:

@@ -45,7 +45,11 @@ def test_padding_experts_are_distinct_and_spread(rows: int, k: int, more: int) -
     assert int(load.max() - load.min()) <= 1
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+)
 def test_router_targets_follow_their_tokens(seq_lens: list[int], tp: int, cp: int) -> None:
     n, layers, k, num_experts = sum(seq_lens), 3, 2, 8
     routes = torch.stack([distinct(n, k, num_experts, layer) for layer in range(layers)], dim=1)
