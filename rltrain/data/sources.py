@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
-from datasets import DatasetDict, load_dataset, load_from_disk
-
 from rltrain.config.data import DataConfig
 
 Row = dict[str, Any]
@@ -72,6 +69,8 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow.parquet
+
     try:
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
@@ -81,6 +80,9 @@ def _read_parquet(path: Path) -> list[Row]:
 
 def _read_huggingface(path: Path, split: str) -> list[Row]:
     """A folder that ``Dataset.save_to_disk`` wrote, or one of data files as on the hub."""
+    # Slow to import, and of use to this source alone.
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
     saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
     found = load_from_disk(str(path)) if saved else load_dataset(str(path))
     if isinstance(found, DatasetDict):
