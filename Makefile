@@ -1,29 +1,33 @@
 # Every target does the set-up it needs; a second run re-installs nothing.
 .PHONY: setup demo test lint type fmt bench lock
-.DELETE_ON_ERROR:
-SHELL := /bin/bash -euo pipefail
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-TORCH := torch==2.13.0+cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps --no-compile
+# PyPI's own torch is a CUDA build of several GB. The CPU build is on some machines' disks, where
+# pip finds it, and else comes from here.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-# Named after what was installed, so a changed pin installs again and nothing else does.
-STAMP := $(VENV)/installed-$(shell cat Makefile pyproject.toml requirements-cpu.lock | sha256sum | cut -c1-16)
+# Named after what was installed: a changed pin installs again, and nothing else does.
+STAMP := $(VENV)/installed-$(shell cat pyproject.toml requirements-cpu.lock | sha256sum | cut -c1-16)
 
 setup: $(STAMP)
 
 $(STAMP):
-	@python=$$(for name in python3.11 python3.12 python3.13 python3; do \
-	    $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
-	      && echo $$name && break; done || true); \
-	  test -n "$$python" || { echo 'rltrain needs Python 3.11, 3.12 or 3.13; none is on PATH' >&2; exit 1; }; \
-	  test -x $(BIN)/python || $$python -m venv $(VENV)
-	$(PIP) install -q --no-deps --no-compile '$(TORCH)' 2>/dev/null \
-	  || $(PIP) install -q --no-deps --no-compile --index-url $(TORCH_INDEX) '$(TORCH)'
-	$(PIP) install -q --no-deps --no-compile -r requirements-cpu.lock
-	$(PIP) install -q --no-deps --no-compile -e .
+	@if ! test -x $(BIN)/python; then \
+	  for python in python3.11 python3.12 python3.13 python3; do \
+	    $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
+	      && $$python -m venv $(VENV) && break; \
+	  done; \
+	  test -x $(BIN)/python || { echo 'rltrain needs Python 3.11, 3.12 or 3.13 with venv on PATH' >&2; exit 1; }; \
+	fi
+	@echo 'Installing the CPU stack into $(VENV) (2.4 GB, some minutes) ...'
+	@torch=$$(grep '^torch==' requirements-cpu.lock); \
+	  $(PIP) "$$torch" 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) "$$torch"
+	@$(PIP) -r requirements-cpu.lock
+	@$(PIP) --no-build-isolation --editable .
 	@$(BIN)/python docker/check_install.py
 	@rm -f $(VENV)/installed-* && touch $@
 
@@ -36,15 +40,19 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint docker/Dockerfile.*
 
 type: setup
 	$(BIN)/mypy
 
 fmt: setup
+	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(BIN)/ruff check --fix .
 
 bench: setup
 	$(BIN)/python -m benchmarks.throughput
+
+# The lock is what .venv has of what pyproject.toml needs; docker/lock.py says how to change a pin.
+lock:
+	$(BIN)/python docker/lock.py

@@ -1,0 +1,61 @@
+"""What the documentation names is there: files, make targets, pins."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for folder in (ROOT, ROOT / "docs", ROOT / "recipes", ROOT / "rltrain")
+    for path in (folder.glob("*.md") if folder == ROOT else folder.rglob("*.md"))
+)
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s#]+)", page.read_text())
+    local = [link for link in links if not re.match(r"[a-z]+:", link)]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_has_every_target_that_is_named(page: Path) -> None:
+    code = re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL)
+    named = {
+        word
+        for block in code
+        for words in re.findall(r"(?:^|[`$;&])\s*make((?: [a-z-]+)+)", block, re.MULTILINE)
+        for word in words.split()
+    }
+    assert named <= TARGETS, f"{name_of(page)} names {sorted(named - TARGETS)}; Makefile has none"
+
+
+def test_the_readme_shows_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "make demo" in readme and "make test" in readme
+
+
+def test_the_lock_is_what_the_project_needs() -> None:
+    command = [sys.executable, "docker/lock.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_locks_agree_on_what_the_two_stacks_share() -> None:
+    cpu, gpu = (pins(ROOT / f"requirements-{stack}.lock") for stack in ("cpu", "gpu"))
+    # vLLM 0.26 pins the first four or caps them; vLLM on CPU wants an old setuptools.
+    apart = {"torch", "apache-tvm-ffi", "xgrammar", "protobuf", "setuptools"}
+    assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} <= apart
+
+
+def pins(lock: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", lock.read_text(), re.MULTILINE))
