@@ -28,7 +28,7 @@ $(STAMP):
 	  $(PIP) "$$torch" 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) "$$torch"
 	@$(PIP) -r requirements-cpu.lock
 	@$(PIP) --no-build-isolation --editable .
-	@$(BIN)/python docker/check_install.py
+	@$(BIN)/python -W ignore::SyntaxWarning docker/check_install.py
 	@rm -f $(VENV)/installed-* && touch $@
 
 demo: setup
