@@ -24,7 +24,9 @@ class PolicyActor:
         torch.manual_seed(config.trainer.seed)
         from rltrain.policy.worker import PolicyWorker
 
-        self._worker = PolicyWorker(config, rank, init_method, model_path, torch.device(device))
+        # Ray shows a process the GPU it was given and no other.
+        own = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self._worker = PolicyWorker(config, rank, init_method, model_path, own)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._worker, method)(*args, **kwargs)
