@@ -16,13 +16,14 @@ STAMP := $(VENV)/installed-$(shell cat pyproject.toml requirements-cpu.lock | sh
 setup: $(STAMP)
 
 $(STAMP):
-	@if ! test -x $(BIN)/python; then \
-	  for python in python3.11 python3.12 python3.13 python3; do \
-	    $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
-	      && $$python -m venv $(VENV) && break; \
-	  done; \
-	  test -x $(BIN)/python || { echo 'rltrain needs Python 3.11, 3.12 or 3.13 with venv on PATH' >&2; exit 1; }; \
-	fi
+	@for python in python3.11 python3.12 python3.13 python3; do \
+	  test -x $(BIN)/pip && break; \
+	  $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
+	    || continue; \
+	  $$python -m venv $(VENV) || rm -rf $(VENV); \
+	done; \
+	test -x $(BIN)/pip \
+	  || { echo 'rltrain needs Python 3.11, 3.12 or 3.13 with venv on PATH; found none' >&2; exit 1; }
 	@echo 'Installing the CPU stack into $(VENV) (2.4 GB, some minutes) ...'
 	@torch=$$(grep '^torch==' requirements-cpu.lock); \
 	  $(PIP) "$$torch" 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) "$$torch"
