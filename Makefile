@@ -29,7 +29,7 @@ $(STAMP):
 	  $(PIP) "$$torch" 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) "$$torch"
 	@$(PIP) -r requirements-cpu.lock
 	@$(PIP) --no-build-isolation --editable .
-	@$(BIN)/python -W ignore::SyntaxWarning docker/check_install.py
+	@$(BIN)/python -W ignore docker/check_install.py
 	@rm -f $(VENV)/installed-* && touch $@
 
 demo: setup
