@@ -8,14 +8,14 @@ import asyncio
 import dataclasses
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import ray
 
 from rltrain.batch import RouteRef
+from rltrain.rollout.completion import check_length, sampled_logprobs, vllm_params
 from rltrain.rollout.launch import (
     EngineSpec,
     check_version,
@@ -28,12 +28,15 @@ from rltrain.rollout.types import Request, Rollout, SamplingParams
 from rltrain.routing.integrity import check_routes
 from rltrain.weights.transport import Bucket
 
+T = TypeVar("T")
+
 
 class RolloutEngine:
     """Generates responses, with log-probabilities and routes.
 
     Create it with ``start_engine``. Calls to ``generate`` run one after the other; one made while
-    weights are being replaced is an error.
+    weights are being replaced is an error. Every method raises RuntimeError when the engine
+    process is dead.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -81,18 +84,18 @@ class RolloutEngine:
         from rltrain.weights import receiver
 
         self._syncing = True
-        await receiver.start_sync(self._engine)
+        await self._unless_dead(receiver.start_sync(self._engine))
 
     async def load_weight_bucket(self, bucket: Bucket) -> None:
         from rltrain.weights import receiver
 
-        await receiver.load_bucket(self._engine, bucket)
+        await self._unless_dead(receiver.load_bucket(self._engine, bucket))
 
     async def finish_weight_sync(self) -> int:
         """Put the new weights in use, forget cached prefixes; return the new weight version."""
         from rltrain.weights import receiver
 
-        await receiver.finish_sync(self._engine)
+        await self._unless_dead(receiver.finish_sync(self._engine))
         self._syncing = False
         self._weight_version += 1
         return self._weight_version
@@ -101,7 +104,7 @@ class RolloutEngine:
         """Digest by name of every parameter and buffer, in the engine's own storage format."""
         from rltrain.weights import receiver
 
-        return await receiver.engine_digest(self._engine)
+        return await self._unless_dead(receiver.engine_digest(self._engine))
 
     async def generate(
         self, requests: Sequence[Request], sampling: SamplingParams
@@ -109,19 +112,22 @@ class RolloutEngine:
         """One rollout per request, in their order.
 
         Raises:
-            ValueError: naming the sample, on malformed routes or non-finite log-probabilities.
-            RuntimeError: when the engine process is dead or gave a request up.
+            ValueError: naming the sample, when it is too long, its routes are malformed or a
+                log-probability is not finite.
+            RuntimeError: when vLLM gave a request up.
         """
+        for request in requests:
+            check_length(request, sampling, self._spec.max_model_len)
         async with self._busy:
             if self._syncing:
                 raise RuntimeError("generate was called between start and finish of a weight sync")
-            completions = await self._complete(requests, sampling)
+            completions = await self._unless_dead(self._complete(requests, sampling))
             routes = await self._routes(requests, completions, sampling)
         return [
             Rollout(
                 prompt_tokens=request.prompt_tokens,
                 response_tokens=tuple(completion.token_ids),
-                logprobs=self._logprobs(request, completion) if sampling.logprobs else None,
+                logprobs=sampled_logprobs(request, completion) if sampling.logprobs else None,
                 finish_reason=completion.finish_reason,
                 weight_version=self._weight_version,
                 routes=route,
@@ -131,12 +137,9 @@ class RolloutEngine:
 
     async def _complete(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Any]:
         """vLLM's finished completions, in the order of the requests."""
-        from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         deterministic = self._spec.rollout.deterministic
         names = [f"{uuid.uuid4().hex}-{i}" for i in range(len(requests))]
-        params = [self._vllm_params(request, sampling) for request in requests]
+        params = [vllm_params(request, sampling, self._stop_token_ids) for request in requests]
         try:
             if deterministic:
                 # Which requests share a forward pass decides how sums are rounded. While paused the
@@ -144,19 +147,13 @@ class RolloutEngine:
                 await self._engine.pause_generation(mode="wait", clear_cache=True)
             try:
                 pending = [
-                    await self._engine.add_request(
-                        name, tokens_input(list(request.prompt_tokens)), param
-                    )
+                    await self._add(name, request, param)
                     for name, request, param in zip(names, requests, params, strict=True)
                 ]
             finally:
                 if deterministic:
                     await self._engine.resume_generation()
             outputs = [await output.get() for output in pending]
-        except EngineDeadError as error:
-            raise RuntimeError(
-                f"the {self._source} engine process is dead; its own error stands above in the log"
-            ) from error
         except BaseException:
             await self._engine.abort(names)
             raise
@@ -169,42 +166,13 @@ class RolloutEngine:
                 )
         return completions
 
-    def _vllm_params(self, request: Request, sampling: SamplingParams) -> Any:
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.sampling_params import SamplingParams as VllmSamplingParams
+    async def _add(self, name: str, request: Request, params: Any) -> Any:
+        """Hand one request to vLLM; return what its output can be awaited from."""
+        from vllm.inputs import tokens_input
 
-        params = VllmSamplingParams(
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            seed=request.seed,
-            logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
-            flat_logprobs=sampling.logprobs,
-            stop_token_ids=self._stop_token_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+        return await self._engine.add_request(
+            name, tokens_input(list(request.prompt_tokens)), params
         )
-        if not sampling.greedy and params.temperature != sampling.temperature:
-            raise ValueError(
-                f"rollout.temperature={sampling.temperature}: {self._source} would sample at "
-                f"{params.temperature} instead; use at least that"
-            )
-        return params
-
-    def _logprobs(self, request: Request, completion: Any) -> tuple[float, ...]:
-        flat = completion.logprobs
-        if list(flat.token_ids) != list(completion.token_ids):
-            raise ValueError(
-                f"{self._source}, {request}: expected log-probabilities of the sampled tokens "
-                f"{list(completion.token_ids)[:8]}..., found those of {list(flat.token_ids)[:8]}..."
-            )
-        if not np.isfinite(flat.logprobs).all():
-            position = int(np.flatnonzero(~np.isfinite(flat.logprobs))[0])
-            raise ValueError(
-                f"{self._source}, {request}, response token {position}: expected a finite "
-                f"log-probability, found {flat.logprobs[position]}; the weights or the KV cache "
-                "are broken"
-            )
-        return tuple(flat.logprobs)
 
     async def _routes(
         self, requests: Sequence[Request], completions: Sequence[Any], sampling: SamplingParams
@@ -224,6 +192,19 @@ class RolloutEngine:
         )
         return await store_routes(
             capture.store, routes, capture.shape, capture.layers_per_block, self._weight_version
+        )
+
+    async def _unless_dead(self, call: Awaitable[T]) -> T:
+        """The call's result. Once the engine process has died vLLM never answers some calls."""
+        task = asyncio.ensure_future(call)
+        while not task.done() and not self._engine.errored:
+            await asyncio.wait({task}, timeout=1.0)
+        if not self._engine.errored:
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task}, timeout=1.0)
+        raise RuntimeError(
+            f"the {self._source} engine process is dead; its own error stands above in the log"
         )
 
     def shutdown(self) -> None:

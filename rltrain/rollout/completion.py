@@ -1,0 +1,59 @@
+"""Between our requests and vLLM's: sampling parameters in, log-probabilities out."""
+
+from typing import Any
+
+import numpy as np
+
+from rltrain.rollout.types import Request, SamplingParams
+
+
+def check_length(request: Request, sampling: SamplingParams, max_model_len: int) -> None:
+    """ValueError when prompt and response cannot fit: vLLM would cut the response in silence."""
+    needed = len(request.prompt_tokens) + sampling.max_tokens
+    if not request.prompt_tokens or needed > max_model_len:
+        raise ValueError(
+            f"{request}: expected a prompt of 1 to {max_model_len - sampling.max_tokens} tokens, "
+            f"which leaves room for {sampling.max_tokens} more, found "
+            f"{len(request.prompt_tokens)}: raise data.max_prompt_tokens"
+        )
+
+
+def vllm_params(request: Request, sampling: SamplingParams, stop_token_ids: list[int]) -> Any:
+    """``vllm.SamplingParams`` of one request."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    params = VllmSamplingParams(
+        temperature=temperature,
+        max_tokens=sampling.max_tokens,
+        seed=request.seed,
+        logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
+        flat_logprobs=sampling.logprobs,
+        stop_token_ids=stop_token_ids,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    if params.temperature != temperature:
+        raise ValueError(
+            f"rollout.temperature={temperature}: vLLM would sample at {params.temperature} "
+            "instead; use at least that"
+        )
+    return params
+
+
+def sampled_logprobs(request: Request, completion: Any) -> tuple[float, ...]:
+    """The log-probability of every sampled token, from vLLM's finished completion."""
+    flat, sampled = completion.logprobs, list(completion.token_ids)
+    if list(flat.token_ids) != sampled:
+        raise ValueError(
+            f"{request}: expected log-probabilities of the {len(sampled)} sampled tokens "
+            f"{sampled[:8]}, found those of {len(flat.token_ids)}: {list(flat.token_ids)[:8]}"
+        )
+    bad = np.flatnonzero(~np.isfinite(flat.logprobs))
+    if len(bad):
+        raise ValueError(
+            f"{request}, response token {bad[0]}: expected a finite log-probability, found "
+            f"{flat.logprobs[bad[0]]}: the engine's weights or its KV cache are broken"
+        )
+    return tuple(flat.logprobs)

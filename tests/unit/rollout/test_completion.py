@@ -1,0 +1,56 @@
+"""What is read from vLLM's completions, on its own data classes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput
+
+from rltrain.rollout.completion import check_length, sampled_logprobs, vllm_params
+from rltrain.rollout.types import Request, SamplingParams
+
+REQUEST = Request((5, 6, 7), seed=11, prompt_id="abc", sample_index=2)
+SAMPLING = SamplingParams(temperature=0.7, max_tokens=4)
+
+
+def completion(tokens: list[int], logprobs: dict[int, float]) -> CompletionOutput:
+    flat = FlatLogprobs()
+    for token, logprob in logprobs.items():
+        flat.append({token: Logprob(logprob)})
+    return CompletionOutput(0, "", tokens, None, flat)
+
+
+def test_logprobs_are_those_of_the_sampled_tokens() -> None:
+    assert sampled_logprobs(REQUEST, completion([3, 4], {3: -0.5, 4: -2.0})) == (-0.5, -2.0)
+    for other in ({3: -0.5, 5: -2.0}, {3: -0.5}, {4: -2.0, 3: -0.5}):
+        with pytest.raises(ValueError, match="prompt abc sample 2: expected log-prob"):
+            sampled_logprobs(REQUEST, completion([3, 4], other))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_a_logprob_that_is_not_finite_is_named(value: float) -> None:
+    with pytest.raises(ValueError, match="prompt abc sample 2, response token 1"):
+        sampled_logprobs(REQUEST, completion([3, 4], {3: -0.5, 4: value}))
+
+
+def test_sampling_is_passed_on() -> None:
+    params = vllm_params(REQUEST, SAMPLING, [9])
+    assert (params.temperature, params.max_tokens, params.seed) == (0.7, 4, 11)
+    assert (params.top_p, params.top_k, params.min_p, params.n) == (1.0, 0, 0.0, 1)
+    assert params.logprobs == 0 and params.stop_token_ids == [9]
+    greedy = vllm_params(REQUEST, replace(SAMPLING, greedy=True, logprobs=False), [9])
+    assert greedy.temperature == 0 and greedy.logprobs is None
+
+
+def test_a_temperature_that_vllm_would_change_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.temperature=0\.001"):
+        vllm_params(REQUEST, replace(SAMPLING, temperature=0.001), [])
+
+
+def test_prompt_and_response_must_fit() -> None:
+    check_length(REQUEST, SAMPLING, max_model_len=7)
+    with pytest.raises(ValueError, match="prompt of 1 to 2 tokens"):
+        check_length(REQUEST, SAMPLING, max_model_len=6)
+    with pytest.raises(ValueError, match="found 0"):
+        check_length(replace(REQUEST, prompt_tokens=()), SAMPLING, max_model_len=6)
