@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -65,9 +66,10 @@ def run(config: Config) -> int:
         train(config)
     except KeyboardInterrupt:
         return 130
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         log = Path(config.trainer.output_dir) / "error.log"
-        log.write_text(traceback.format_exc(), encoding="utf-8")
+        with suppress(OSError):  # the disk may be full, and that is the error to show
+            log.write_text(traceback.format_exc(), encoding="utf-8")
         return fail(f"stopped ({log} has the details)", getattr(error, "cause", None) or error, 1)
     return 0
 

@@ -2,7 +2,7 @@
 
     <run>/checkpoints/step_000010/
         policy/        Megatron's distributed checkpoint
-        state.json     step, data position, weight version
+        state.json     step, data position
         manifest.json  size and SHA-256 of every other file
 
 Megatron's format holds pickles, which run code when opened. So a checkpoint is opened only if every

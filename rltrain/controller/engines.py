@@ -1,10 +1,11 @@
 """Start the rollout engines a configuration asks for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from rltrain.config import Config
 from rltrain.controller.cluster import Cluster
@@ -37,9 +38,36 @@ def start_engines(
     """
     started = [start_engine(spec, placed.engine_gpus) for _ in range(config.rollout.num_engines)]
     limit = config.cluster.start_timeout_s
-    return [engine for engine, _ in started], lambda: ray.get(
-        [ready for _, ready in started], timeout=limit
+    return [engine for engine, _ in started], lambda: answers(
+        [ready for _, ready in started], "start", limit
     )
+
+
+def ask(engines: Sequence[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:
+    """Call ``method`` on every engine at once; see `answers`."""
+    return answers([getattr(engine, method).remote(*args) for engine in engines], method, timeout_s)
+
+
+def answers(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
+    """What the engines answered, in the order of ``refs``.
+
+    Raises:
+        RuntimeError: an engine died or is silent for longer than ``timeout_s``.
+    """
+    try:
+        found: list[Any] = ray.get(refs, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise RuntimeError(
+            f"rollout.{what}: expected an answer of all {len(refs)} engines within {timeout_s:g} "
+            "s. One hangs or is slow: see ray-logs in the run's folder, or raise "
+            f"cluster.{'start' if what == 'start' else 'call'}_timeout_s"
+        ) from error
+    except RayActorError as error:
+        raise RuntimeError(
+            f"rollout.{what}: an engine died ({error}). Often it ran out of memory: see ray-logs "
+            "in the run's folder and the kernel's log (dmesg)"
+        ) from error
+    return found
 
 
 def _capture(config: Config, arch: Architecture) -> RouteCapture | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from rltrain.controller.engines import answers, ask
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
@@ -21,10 +22,10 @@ def sync_weights(policy: PolicyGroup, engines: Sequence[Any], dtype: str, timeou
     tensor carries its checksum; an engine that misses one, or is sent too few, fails here.
     """
     policy.call("begin_weight_stream", dtype)
-    _all(engines, "start_weight_sync", timeout_s)
+    ask(engines, "start_weight_sync", timeout_s)
     while (bucket := policy.call("next_weight_bucket")[0]) is not None:
-        _all(engines, "load_weight_bucket", timeout_s, bucket)
-    _all(engines, "finish_weight_sync", timeout_s)
+        ask(engines, "load_weight_bucket", timeout_s, bucket)
+    ask(engines, "finish_weight_sync", timeout_s)
 
 
 def check_weight_sync(
@@ -42,16 +43,9 @@ def check_weight_sync(
         policy.call("export", path, "float32")
         engine, ready = start_engine(replace(spec, model_path=path, capture=None))
         try:
-            ray.get(ready, timeout=timeout_s)
-            fresh = ray.get(engine.digest.remote(), timeout=timeout_s)
+            answers([ready], "start", timeout_s)
+            [fresh] = ask([engine], "digest", timeout_s)
         finally:
             ray.kill(engine)
-    for synced in _all(engines, "digest", timeout_s):
+    for synced in ask(engines, "digest", timeout_s):
         check_same(synced, fresh)
-
-
-def _all(engines: Sequence[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:
-    answers: list[Any] = ray.get(
-        [getattr(engine, method).remote(*args) for engine in engines], timeout=timeout_s
-    )
-    return answers

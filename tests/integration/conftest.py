@@ -1,0 +1,103 @@
+"""Whole runs, each in processes of its own as a user starts them, and as small as runs can be."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rltrain.tracking.jsonl import read_jsonl
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "cluster.device=cpu",
+    "model.tiny.num_layers=2",
+    "model.tiny.hidden_size=64",
+    "model.tiny.expert_size=64",
+    "model.tiny.warm_start.steps=5",
+    "model.tiny.warm_start.batch_size=32",
+    "model.tiny.warm_start.num_problems=200",
+    "data.size=200",
+    "data.eval_size=32",
+    "trainer.prompts_per_step=8",
+    "algorithm.group_size=4",
+    "tracking.wandb=disabled",
+)
+LIMIT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was started; ``wait`` before looking at what it left."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    log: Path
+
+    def wait(self, expect: int = 0) -> "Run":
+        status = self.process.wait(LIMIT_S)
+        assert status == expect, f"exit status {status}, expected {expect}:\n{self.output}"
+        return self
+
+    @property
+    def output(self) -> str:
+        """What the terminal shows."""
+        return self.log.read_text()
+
+    @property
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """The rows of metrics.jsonl by step."""
+        return {row["step"]: row for row in read_jsonl(self.folder / "metrics.jsonl")}
+
+    def actors(self, name: str) -> list[psutil.Process]:
+        """The Ray actors of this run alone, by the name of their class."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if f"ray::{name}" in " ".join(child.cmdline())]
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warm-started model, made by the first run that wants it."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def start(tmp_path: Path, cache_dir: Path) -> Iterator[Start]:
+    """Start a run in the folder ``name``; a second one of that name goes on in it."""
+    runs = []
+
+    def start_run(name: str, *overrides: str, recipe: str = "grpo_moe_r3") -> Run:
+        folder = tmp_path / name
+        command = [sys.executable, "-m", "rltrain.main", f"+recipe={recipe}", *SMALL]
+        command += [f"model.cache_dir={cache_dir}", f"trainer.output_dir={folder}", *overrides]
+        log = tmp_path / f"{name}.{len(runs)}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=tmp_path,
+                env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+                text=True,
+                start_new_session=True,
+            )
+        runs.append(Run(folder, process, log))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.kill()

@@ -1,0 +1,173 @@
+"""Whole runs through the entry point: Ray, vLLM and Megatron, what they log and what they leave.
+
+Runs that do not wait for each other go two at a time: most of a small run is start-up.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from rltrain.cli.app import main as rltrain
+from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
+]
+
+PROMISED = {
+    "reward": ["mean"],
+    "eval": ["accuracy"],
+    "routing": ["coverage", "overlap", "overlap/layer_0", "overlap/layer_1"],
+    "mismatch": (
+        mismatch := [
+            "k1",
+            "k3",
+            "abs_diff_mean",
+            "abs_diff_median_flipped",
+            "abs_diff_max",
+            "mult_prob_error",
+        ]
+    ),
+    "mismatch_native": mismatch,
+    "policy": ["loss", "ratio_max", "clip_fraction", "kl", "entropy", "grad_norm"],
+    "time": ["generate", "reward", "old_logprobs", "update", "weight_sync", "step"],
+    "throughput": ["tokens_per_second"],
+}
+"""The metrics that every run with R3 must log on its first step."""
+
+
+def timeless(row: dict[str, Any]) -> dict[str, Any]:
+    """What two runs that do the same must agree on, to the last digit."""
+    # A resumed run has new engines, which count their weight syncs anew.
+    measured = ("time/", "throughput/", "memory/", "rollout/weight_version")
+    return {name: value for name, value in row.items() if not name.startswith(measured)}
+
+
+def load_with_transformers(folder: Path) -> None:
+    """Raises unless the folder holds exactly the tensors its architecture has."""
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    AutoTokenizer.from_pretrained(folder)
+
+
+def test_r3_over_four_ranks_and_r2_in_fp32(start: Any) -> None:
+    """Every route arrives and is used, every sync is bitwise, and the run leaves all its files."""
+    checked = ["trainer.check_weight_sync=true", "trainer.eval_every=1", "optimizer.lr=1e-3"]
+    checked += ["optimizer.warmup_steps=0", "trainer.mini_batches=1"]
+    r3 = start("r3", "policy=tp2_ep2", "trainer.steps=2", "tracking.wandb=offline", *checked)
+    r2 = start(
+        "r2", "trainer.steps=1", "rollout.dtype=float32", *checked, recipe="grpo_moe_r2"
+    ).wait()
+    r3.wait()
+    assert sorted(r3.metrics) == [0, 1, 2]
+    for area, names in PROMISED.items():
+        assert r3.metrics[1].keys() >= {f"{area}/{name}" for name in names}
+    for step in (1, 2):
+        row = r3.metrics[step]
+        assert row["routing/coverage"] == 1.0
+        # One update a step: with the same routes in it as in the pass before, nothing has moved.
+        assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        assert row["policy/grad_norm"] > 0
+        assert row["rollout/weight_version"] == step
+    first = r3.metrics[1]
+    assert first["mismatch_native/num_flipped"] > 0
+    assert first["mismatch/k3"] < first["mismatch_native/k3"]
+    assert first["routing/overlap"] > 0.9
+    for name in ("config.yaml", "versions.json", "samples.jsonl", "outcome.json", "report.html"):
+        assert (r3.folder / name).stat().st_size > 0
+    assert json.loads((r3.folder / "outcome.json").read_text())["state"] == "finished"
+    assert json.loads(json.loads((r3.folder / "versions.json").read_text())["engine"])["routes"]
+    assert len(list(r3.folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    assert r2.metrics[1]["routing/coverage"] == 1.0
+    assert r2.metrics[1]["mismatch/k3"] < 1e-6  # fp32 on both sides, whatever is replayed
+    assert r2.metrics[1]["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path) -> None:
+    """Bitwise: three steps with two ranks, then a fourth after a crash and a resume.
+
+    The numbers hold the log-probabilities and routes of the rollout, the weights the tokens,
+    rewards and routes of every step.
+    """
+    options = [
+        "rollout=deterministic",
+        "policy=ep2",
+        "trainer.mini_batches=2",
+        "checkpoint.every=3",
+    ]
+    options += ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", "routing_replay.sample_every=1"]
+    straight = start("straight", "trainer.steps=4", *options)
+    broken = start("broken", "trainer.steps=1000", *options)
+    while 3 not in broken.metrics and broken.process.poll() is None:
+        time.sleep(0.2)
+    broken.actors("PolicyActor")[0].kill()
+    broken.wait(expect=1)
+    assert "a policy worker died" in broken.output
+    assert "Traceback" not in broken.output
+    assert (broken.folder / "error.log").exists() and (broken.folder / "report.html").exists()
+    before = broken.metrics
+    resumed = start("broken", "trainer.steps=4", "trainer.resume=auto", *options).wait()
+    straight.wait()
+    for step in (1, 2, 3):
+        assert timeless(before[step]) == timeless(straight.metrics[step])
+    assert sorted(resumed.metrics) == [0, 1, 2, 3, 4]
+    last = timeless(resumed.metrics[4])
+    assert last == timeless(straight.metrics[4])
+    exports = [tmp_path / "straight-model", tmp_path / "resumed-model"]
+    for run, out in zip((straight, resumed), exports, strict=True):
+        assert rltrain(["export", str(run.folder), str(out)]) == 0
+    weights = [load_file(out / "model.safetensors") for out in exports]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    load_with_transformers(exports[0])
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(str(exports[0]), max_model_len=32, enforce_eager=True, dtype="float32")
+    [output] = engine.generate(["1+2="], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+
+
+def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Path) -> None:
+    """What has no routes runs too; sft leaves a model that loads."""
+    model = tmp_path / "dense"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(vocab_size=VOCAB_SIZE, eos_token_id=2, **sizes, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dense = start(
+        "run",
+        f"model.path={model}",
+        "data=jsonl",
+        f"data.path={tmp_path}/data.jsonl",
+        "data.as_chat=true",
+        "data.eval_size=16",
+        "routing_replay.capture=false",
+        "trainer.steps=1",
+        recipe="grpo_moe_off",
+    )
+    sft = start("sft", "trainer.steps=2", recipe="sft_tiny").wait()
+    assert sft.metrics[2]["sft/loss"] < sft.metrics[1]["sft/loss"]
+    load_with_transformers(sft.folder / "model")
+    row = dense.wait().metrics[1]
+    assert row["mismatch/k3"] < 0.01
+    assert not any("routing" in name or "native/" in name for name in row)
