@@ -1,0 +1,211 @@
+"""Rollout engines on the real stack: Ray, vLLM on CPU, a tiny Qwen3-MoE, its first layer dense."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rltrain.config import Config
+from rltrain.policy.routes import fetch_routes
+from rltrain.rollout.engine import RolloutEngine, start_engine
+from rltrain.rollout.generator import Generator
+from rltrain.rollout.launch import EngineSpec, RouteCapture
+from rltrain.rollout.route_store import RouteStore
+from rltrain.rollout.types import Request, Rollout, SamplingParams
+from rltrain.routing.integrity import RouteShape
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
+
+EOS = 1
+SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), num_experts=8, experts_per_token=2)
+BOTH_LAYERS = slice(0, 2)
+CONFIG = Config.model_validate(
+    {
+        "algorithm": {"group_size": 4},
+        "data": {"max_prompt_tokens": 40},
+        "rollout": {
+            "max_response_tokens": 24,
+            "deterministic": True,
+            "engine_args": {"skip_tokenizer_init": True},
+        },
+    }
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    prompt_tokens: tuple[int, ...]
+    id: str
+
+
+def prompts(count: int, seed: int = 0) -> list[Prompt]:
+    draw = random.Random(seed)
+    lengths = [draw.randrange(1, 40) for _ in range(count)]
+    return [
+        Prompt(tuple(draw.randrange(2, 48) for _ in range(n)), f"{seed}-{i}")
+        for i, n in enumerate(lengths)
+    ]
+
+
+class StaggeredEngine(RolloutEngine):
+    """Requests reach vLLM at uneven intervals, as they would on a busy machine."""
+
+    finished_early = 0
+
+    async def _add(self, name: str, request: Request, params: Any) -> Any:
+        pending = await super()._add(name, request, params)
+        await asyncio.sleep(random.choice([0, 0, 0.02]))
+        self.finished_early += pending.output is not None
+        return pending
+
+    def num_finished_early(self) -> int:
+        return self.finished_early
+
+
+@dataclass(frozen=True)
+class Cluster:
+    model: Path
+    store: Any
+    plain: Any
+    staggered: Any
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=48,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=SHAPE.num_layers,
+        mlp_only_layers=[0],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=SHAPE.num_experts,
+        num_experts_per_tok=SHAPE.experts_per_token,
+        moe_intermediate_size=64,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    store = RouteStore.remote()
+    spec = EngineSpec(str(folder), CONFIG.rollout, 40, 0, "cpu", RouteCapture(SHAPE, 1, store))
+    plain, ready = start_engine(spec)
+    staggered = ray.remote(StaggeredEngine).options(num_cpus=0).remote(spec)
+    assert ray.get([ready, staggered.start.remote()])[0]["routes"]
+    yield Cluster(folder, store, plain, staggered)
+    ray.shutdown()
+
+
+def routes_of(rollouts: list[Rollout]) -> list[np.ndarray[Any, Any]]:
+    return fetch_routes([r.routes for r in rollouts if r.routes is not None], BOTH_LAYERS)
+
+
+def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
+    problems = prompts(7)
+    generator = Generator([cluster.plain, cluster.staggered], CONFIG)
+    batch, rollouts = generator.generate(problems, step=0)
+    assert batch.num_sequences == len(rollouts) == 28
+    for i, rollout in enumerate(rollouts):
+        assert rollout.prompt_tokens == problems[i // 4].prompt_tokens
+        assert (rollout.response_tokens[-1] == EOS) == (rollout.finish_reason == "stop")
+        assert EOS not in rollout.response_tokens[:-1]
+        assert 1 <= len(rollout.response_tokens) <= 24
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}
+    assert len({r.response_tokens for r in rollouts[:4]}) > 1
+    assert batch.route_mask is not None
+    assert int(batch.route_mask.sum()) == int((batch.seq_lens - 1).sum())
+    for length, routes in zip(batch.seq_lens.tolist(), routes_of(rollouts), strict=True):
+        assert routes.shape == (length - 1, 2, 2) and routes.dtype == np.uint8
+    one_layer = fetch_routes(list(batch.rollout_expert_indices or ()), slice(1, 2))
+    assert np.array_equal(one_layer[5], routes_of(rollouts)[5][:, 1:])
+
+
+def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
+    """Row t is about token t: shifted by one, or layers swapped, agreement falls to chance."""
+    model = Qwen3MoeForCausalLM.from_pretrained(cluster.model, dtype=torch.float32).eval()
+    _, rollouts = Generator([cluster.plain], CONFIG).generate(prompts(6), step=1)
+    hits, differences = [], []
+    for rollout, routes in zip(rollouts, routes_of(rollouts), strict=True):
+        tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
+        with torch.no_grad():
+            out = model(tokens[None], output_router_logits=True)
+        for layer, logits in enumerate(out.router_logits):
+            native = logits.topk(2).indices[:-1].sort().values
+            captured = torch.from_numpy(routes[:, layer].astype(np.int64)).sort().values
+            hits.append((native == captured).all(-1))
+        logprobs = out.logits[0].float().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        assert rollout.logprobs is not None
+        differences.append(logprobs[-len(rollout.logprobs) :] - torch.tensor(rollout.logprobs))
+    assert torch.cat(hits).float().mean() > 0.95
+    assert torch.cat(differences).abs().mean() < 0.03
+
+
+def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_arrive(
+    cluster: Cluster,
+) -> None:
+    Generator([cluster.staggered], CONFIG).generate(prompts(5), step=9)  # another history
+    seen = set()
+    for step in range(3):
+        results = []
+        for engine in (cluster.plain, cluster.staggered):
+            _, rollouts = Generator([engine], CONFIG).generate(prompts(20), step)
+            results.append(
+                (
+                    [r.response_tokens for r in rollouts],
+                    [r.logprobs for r in rollouts],
+                    [routes.tobytes() for routes in routes_of(rollouts)],
+                )
+            )
+        assert results[0] == results[1]
+        seen.add(str(results[0][0]))
+    assert len(seen) == 3  # every step has its own seeds
+    # The reason it holds: vLLM runs nothing before it has the whole batch.
+    one_token = SamplingParams(temperature=1.0, max_tokens=1)
+    requests = [Request((2 + i,), i, "p", i) for i in range(40)]
+    ray.get(cluster.staggered.generate.remote(requests, one_token))
+    assert ray.get(cluster.staggered.num_finished_early.remote()) == 0
+
+
+def test_greedy_responses_carry_neither_logprobs_nor_routes(cluster: Cluster) -> None:
+    generator = Generator([cluster.plain], CONFIG)
+    first, second = generator.greedy(prompts(3)), generator.greedy(prompts(3))
+    assert first == second and len(first) == 3
+    assert all(r.logprobs is None and r.routes is None for r in first)
+
+
+def test_a_refused_request_leaves_the_engine_usable(cluster: Cluster) -> None:
+    generator = Generator([cluster.plain], CONFIG)
+    too_long = Prompt(tuple([2] * 70), "long")
+    with pytest.raises(ValueError, match="prompt long sample 0: expected a prompt of 1 to 40"):
+        generator.greedy([*prompts(2), too_long])
+    assert len(generator.greedy(prompts(2))) == 2
+
+
+def test_a_dead_engine_is_named_and_its_routes_live_on(cluster: Cluster) -> None:
+    """Last, since it takes an engine away."""
+    generator = Generator([cluster.plain, cluster.staggered], CONFIG)
+    _, rollouts = Generator([cluster.staggered], CONFIG).generate(prompts(3), step=0)
+    before = [array.tobytes() for array in routes_of(rollouts)]
+    actor = psutil.Process(ray.get(cluster.staggered.capabilities.remote())["pid"])
+    for child in actor.children(recursive=True):
+        child.kill()
+    with pytest.raises(RuntimeError, match="engine process is dead"):
+        generator.generate(prompts(2), step=0)
+    ray.kill(cluster.staggered)
+    with pytest.raises(RuntimeError, match="rollout engine 1 died in step 4"):
+        generator.generate(prompts(2), step=4)
+    assert [array.tobytes() for array in routes_of(rollouts)] == before
