@@ -29,11 +29,11 @@ def run(config: Config) -> None:
     """``algorithm.type=sft``: fit the answers of the data, save the model as a Hugging Face folder."""
     run_dir = Path(config.trainer.output_dir)
     path = Path(config.model.path) if config.model.path else build_random_model(config.model)
+    tokenizer = AutoTokenizer.from_pretrained(
+        path, trust_remote_code=config.model.trust_remote_code
+    )
+    problems = load_problems(config.data, tokenizer).train
     with cluster(config) as placed:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.model.trust_remote_code
-        )
-        problems = load_problems(config.data, tokenizer).train
         versions = describe_environment()
         with Tracker(
             run_dir,
@@ -127,7 +127,12 @@ def warm_start_config(config: Config) -> Config:
     values = config.model_dump()
     values["algorithm"] = {"type": "sft"}
     values["routing_replay"] = {"mode": "off"}
-    values["optimizer"] = {"lr": warm.lr, "schedule": "linear", "warmup_steps": 20}
+    values["optimizer"] = {
+        "lr": warm.lr,
+        "router_lr": warm.router_lr,
+        "schedule": "linear",
+        "warmup_steps": 20,
+    }
     values["policy"]["parallel"] = {}
     values["trainer"] |= {
         "steps": warm.steps,

@@ -22,6 +22,7 @@ from rltrain.controller.supervised import warm_started_model
 from rltrain.controller.weight_sync import check_weight_sync, sync_weights
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problems import load_problems
+from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.policy.types import Agreement, Scored
 from rltrain.rollout.generator import Generator
@@ -199,12 +200,15 @@ class Trainer:
 def run(config: Config) -> None:
     """Start everything a run needs, train, and leave a report whatever happens."""
     with ExitStack() as stack:
-        placed = stack.enter_context(cluster(config))
-        path = Path(config.model.path) if config.model.path else warm_started_model(config, placed)
+        # Bad data ends the run here, before anything that takes long.
+        given = Path(config.model.path) if config.model.path else None
         tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.model.trust_remote_code
+            given or build_random_model(config.model),
+            trust_remote_code=config.model.trust_remote_code,
         )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
+        placed = stack.enter_context(cluster(config))
+        path = given or warm_started_model(config, placed)
         arch = read_architecture(path)
         # The engines load while the policy workers do.
         spec = engine_spec(config, path, arch, placed)

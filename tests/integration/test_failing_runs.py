@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
+
+from rltrain.main import main
 
 pytestmark = [
     pytest.mark.integration,
@@ -34,22 +37,20 @@ def test_routes_that_mean_nothing_and_a_reward_that_raises(start: Any, tmp_path:
         assert json.loads((run.folder / "outcome.json").read_text())["state"] == "failed"
 
 
-def test_bad_data_ends_before_an_engine_starts(start: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(40)]
-    contents = {
-        "empty": ([], "empty.jsonl has no rows: a dataset needs at least one"),
-        "column": ([{"prompt": "1+1="}], "row 0 has no column 'answer'; columns found: 'prompt'"),
-        "long": (
-            [*rows, {"prompt": "1" * 100, "answer": "1"}],
-            "row 40: the prompt has 101 tok",
-        ),
-    }
-    runs = {}
-    for name, (content, _) in contents.items():
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in content))
-        runs[name] = start(f"{name}-run", "data=jsonl", f"data.path={path}")
-    for name, (_, message) in contents.items():
-        run = runs[name].wait(expect=1)
-        assert message in run.output
-        assert "Traceback" not in run.output
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("empty", [], "empty.jsonl has no rows: a dataset needs at least one"),
+        ("column", [{"prompt": "1+1="}], "row 0 has no column 'answer'; columns found: 'prompt'"),
+        ("long", [{"prompt": "1" * 100, "answer": "1"}], "row 0: the prompt has 101 tokens"),
+    ],
+)
+def test_bad_data_ends_before_anything_starts(
+    name: str, rows: list[Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = [f"trainer.output_dir={tmp_path}/run", f"model.cache_dir={tmp_path}"]
+    assert main(["+recipe=grpo_moe_r3", "data=jsonl", f"data.path={data}", *folders]) == 1
+    assert message in capsys.readouterr().err
+    assert not ray.is_initialized()
