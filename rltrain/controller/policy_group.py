@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,9 @@ from rltrain.config import Config
 from rltrain.data.packing import StepPlan, plan_step
 from rltrain.policy.actor import PolicyActor
 from rltrain.policy.types import Agreement, Scored, Updated
+
+DEATH_NOTICE_S = 5.0
+"""How long after a failure another worker's death may still be reported as its cause."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +47,29 @@ class PolicyGroup:
             actor.remote(config, rank, f"file://{folder}/world", model_path, device)
             for rank in range(config.policy.parallel.world_size)
         ]
+        self._answers("start", [worker.start.remote() for worker in self._workers])
         self._dp_ranks = [place["dp_rank"] for place in self.call("place")]
 
-    def call(
-        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> list[Any]:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``method`` on every worker with the same arguments; results by rank."""
-        return self._gather(method, lambda _: (args, kwargs), timeout)
+        return self._gather(method, lambda _: (args, kwargs))
 
-    def _gather(
-        self, method: str, arguments: Callable[[int], Any], timeout: float | None = None
-    ) -> list[Any]:
+    def _gather(self, method: str, arguments: Callable[[int], Any]) -> list[Any]:
         refs = []
         for rank, worker in enumerate(self._workers):
             args, kwargs = arguments(rank)
             refs.append(worker.call.remote(method, *args, **kwargs))
-        limit = timeout or self._timeout
+        return self._answers(method, refs)
+
+    def _answers(self, method: str, refs: list[Any]) -> list[Any]:
         try:
-            self._first_error(refs, limit)
+            _raise_first_error(refs, self._timeout)
             return ray.get(refs)
         except GetTimeoutError as error:
             raise RuntimeError(
-                f"policy.{method}: expected an answer of all {len(refs)} workers within {limit:.0f} s. "
-                "One hangs or is slow: see the logs in the run's folder, or raise cluster.call_timeout_s"
+                f"policy.{method}: expected an answer of all {len(refs)} workers within "
+                f"{self._timeout:.0f} s. One hangs or is slow: see ray-logs in the run's folder, "
+                "or raise cluster.call_timeout_s"
             ) from error
         except RayTaskError as error:
             raise RuntimeError(
@@ -73,19 +77,9 @@ class PolicyGroup:
             ) from error
         except RayActorError as error:
             raise RuntimeError(
-                f"policy.{method}: a policy worker died ({error}). Often it ran out of memory: see the "
-                "logs in the run's folder, and lower policy.max_tokens_per_micro_batch"
+                f"policy.{method}: a policy worker died ({error}). Often it ran out of memory: see "
+                "ray-logs in the run's folder, and lower policy.max_tokens_per_micro_batch"
             ) from error
-
-    @staticmethod
-    def _first_error(refs: list[Any], limit: float) -> None:
-        """Raise the first failure at once: the other ranks may wait for the failed one for ever."""
-        waiting, budget = list(refs), limit
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=budget)
-            if not done:
-                raise GetTimeoutError(f"{len(waiting)} workers did not answer")
-            ray.get(done)
 
     def shutdown(self) -> None:
         """End the workers; their GPUs and memory are free for others."""
@@ -172,6 +166,28 @@ class PolicyGroup:
             flipped=self._unshard([a.flipped for a in found]),
             flipped_rows=sum(a.flipped_rows for a in found),
         )
+
+
+def _raise_first_error(refs: Sequence[Any], limit: float) -> None:
+    """Raise the first failure at once: the other ranks may wait for the failed one for ever."""
+    waiting = list(refs)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=limit)
+        if not done:
+            raise GetTimeoutError(f"{len(waiting)} workers did not answer")
+        try:
+            ray.get(done)
+        except RayTaskError:
+            _raise_if_dead(waiting)
+            raise
+
+
+def _raise_if_dead(refs: Sequence[Any]) -> None:
+    """Collectives with a worker that died fail, sometimes before its death is known."""
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=DEATH_NOTICE_S) if refs else ([], [])
+    for ref in done:
+        with suppress(RayTaskError):
+            ray.get(ref)
 
 
 def _add(shards: Sequence[Updated]) -> Update:
