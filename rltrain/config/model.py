@@ -15,6 +15,9 @@ class WarmStart(Section):
     steps: Annotated[int, Field(ge=0)] = 300
     batch_size: Positive = 128
     lr: Annotated[float, Field(gt=0)] = 3e-3
+    router_lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Low, so that gates stay as flat as a balanced model's. Where one expert takes all, an expert
+    that flips at a near-tie has no weight, and replay would have nothing to mend."""
     num_problems: Positive = 4000
     """Problems the warm start sees; disjoint from GRPO's and from the held-out ones."""
 

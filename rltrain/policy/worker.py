@@ -258,7 +258,7 @@ class PolicyWorker:
     # Checkpoints
 
     def save(self, folder: str) -> None:
-        """Write parameters and optimizer state. Collective; the folder is on a disk all ranks share."""
+        """Write parameters and optimizer state. Collective; all ranks share the folder's disk."""
         checkpoint.save(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
 
     def load(self, folder: str) -> None:

@@ -51,8 +51,8 @@ def spread_experts(num_rows: int, experts_per_token: int, num_experts: int) -> T
     """Distinct experts for padding rows, spread evenly over all experts.
 
     Distinct, because a row that names one expert twice has fewer than K dispatched copies and
-    breaks the dispatcher's ``tokens * K`` count; spread, because padding that all went to one expert
-    would make its rank the slowest.
+    breaks the dispatcher's ``tokens * K`` count; spread, because padding that all went to one
+    expert would make its rank the slowest.
 
     Returns:
         int64  # [num_rows, K]
