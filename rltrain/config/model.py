@@ -30,9 +30,9 @@ class TinyModel(Section):
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
     head_dim: Positive = 32
-    num_experts: Positive = 8
-    experts_per_token: Positive = 2
-    expert_size: Positive = 128
+    num_experts: Positive = 16
+    experts_per_token: Positive = 4
+    expert_size: Positive = 64
     seed: int = 0
     warm_start: WarmStart = WarmStart()
 
