@@ -107,12 +107,13 @@ class Batch:
         """Where each sequence starts, and N at the end.  # [B + 1]"""
         return torch.cat([self.seq_lens.new_zeros(1), self.seq_lens.cumsum(0)])
 
-    def require(self, *names: str) -> None:
-        """Raise ValueError unless every named field has been filled."""
+    def require(self, *names: str) -> tuple[Tensor, ...]:
+        """The named tensor fields, in the order given; ValueError unless all have been filled."""
         if missing := [name for name in names if getattr(self, name) is None]:
             raise ValueError(
                 f"the batch has no {', '.join(missing)}: run the stage that fills it first"
             )
+        return tuple(getattr(self, name) for name in names)
 
     def with_fields(self, **values: Any) -> Self:
         return replace(self, **values)

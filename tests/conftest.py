@@ -10,6 +10,11 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is slow; that is no fault of the code.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

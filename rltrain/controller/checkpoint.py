@@ -49,8 +49,8 @@ def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], k
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RuntimeError(
-            f"checkpoint of step {step} not written to {target}: {error}. Older checkpoints are untouched; "
-            "free some space and resume with trainer.resume=auto"
+            f"checkpoint of step {step} not written to {target}: {error}. Older checkpoints are "
+            "untouched; free some space and resume with trainer.resume=auto"
         ) from error
     for old in checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
@@ -81,8 +81,8 @@ def verify(path: Path, run_dir: Path, *, trust: bool) -> None:
     """Raise ValueError unless ``path`` may be opened."""
     if not trust and _folder(run_dir).resolve() not in path.resolve().parents:
         raise ValueError(
-            f"{path} is not from this run's folder {run_dir}. A checkpoint holds pickles, which can run any "
-            "code: set checkpoint.trust=true only if you know who wrote it"
+            f"{path} is not from this run's folder {run_dir}. A checkpoint holds pickles, which "
+            "can run any code: set checkpoint.trust=true only if you know who wrote it"
         )
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path}: expected {MANIFEST} beside the checkpoint's files, found none")
@@ -90,8 +90,9 @@ def verify(path: Path, run_dir: Path, *, trust: bool) -> None:
     found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST}
     if found != set(expected):
         raise ValueError(
-            f"{path}: its manifest and its files differ: missing {sorted(set(expected) - found)}, unknown "
-            f"{sorted(found - set(expected))}. It was copied in part or changed; use an older checkpoint"
+            f"{path}: its manifest and its files differ: missing {sorted(set(expected) - found)}, "
+            f"unknown {sorted(found - set(expected))}. It was copied in part or changed; use an "
+            "older checkpoint"
         )
     for name, entry in expected.items():
         if _entry(path / name) != entry:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from ray._private import ray_constants
 
 from rltrain.config import Config
 
@@ -38,6 +39,9 @@ def cluster(config: Config) -> Iterator[Cluster]:
         "_node_ip_address": "127.0.0.1",
         "num_cpus": max(8, len(os.sched_getaffinity(0))),
     }
+    if config.cluster.address is None:
+        # Without this Ray on Linux turns a loopback address into the host's own.
+        ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init(
         address=config.cluster.address,
         log_to_driver=False,
@@ -68,9 +72,10 @@ def place(config: Config, num_gpus: int) -> Cluster:
     if found == ranks == engines == 1:
         return Cluster("cuda", 0.5, 0.5)
     raise ValueError(
-        f"the run needs {ranks} GPUs for the policy and {engines} for {config.rollout.num_engines} engines "
-        f"of {config.rollout.tensor_parallel}: expected {ranks + engines}, or one that one rank and one "
-        f"engine share; found {found}. Lower policy.parallel or rollout.num_engines"
+        f"the run needs {ranks} GPUs for the policy and {engines} for "
+        f"{config.rollout.num_engines} engines of {config.rollout.tensor_parallel}: expected "
+        f"{ranks + engines}, or one that one rank and one engine share; found {found}. Lower "
+        "policy.parallel or rollout.num_engines"
     )
 
 

@@ -55,8 +55,10 @@ class Evaluator:
         return every > 0 and (step % every == 0 or step == last)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Accuracy is the share of full rewards; a format error is a response of which no answer can
-        be read."""
+        """Accuracy is the share of full rewards.
+
+        A format error is a response of which no answer can be read.
+        """
         timer = StepTimer()
         with timer.phase("eval"):
             rollouts = self.generator.greedy(self.held_out)
@@ -76,7 +78,7 @@ class Evaluator:
         }
 
     def _is_readable(self, problem: Problem, rollout: Rollout) -> bool:
-        """It ended by itself and, where answers are compared as they stand, is of the answer's kind."""
+        """It ended by itself and, where answers are compared as text, is of the answer's kind."""
         text = self.tokenizer.decode(rollout.response_tokens, skip_special_tokens=True).strip()
         if rollout.finish_reason == "length" or not text:
             return False

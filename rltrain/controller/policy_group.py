@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.data.packing import StepPlan, plan_step
+from rltrain.data.packing import Plan, StepPlan, plan_step
 from rltrain.policy.actor import PolicyActor
 from rltrain.policy.types import Agreement, Scored, Updated
 
@@ -130,17 +130,16 @@ class PolicyGroup:
         batch = self._batch.with_fields(**fields)
         shards = [batch.select(rows) for rows in self._plan.shards]
         sent = [ray.put({name: getattr(shard, name) for name in fields}) for shard in shards]
-        updates = []
-        for plan in self._plan.updates:
-            answers = self._gather(
-                "update",
-                lambda rank, plan=plan: (
-                    (plan[self._dp_ranks[rank]], sent[self._dp_ranks[rank]]),
-                    {"routing": routing},
-                ),
-            )
-            updates.append(_add(self._by_dp_rank(answers)))
-        return updates
+        return [self._update_once(plan, sent, routing) for plan in self._plan.updates]
+
+    def _update_once(self, plan: Plan, sent: Sequence[Any], routing: str) -> Update:
+        """``plan`` and ``sent`` are by data-parallel rank."""
+
+        def arguments(rank: int) -> Any:
+            shard = self._dp_ranks[rank]
+            return (plan[shard], sent[shard]), {"routing": routing}
+
+        return _add(self._by_dp_rank(self._gather("update", arguments)))
 
     def _by_dp_rank(self, answers: Sequence[Any]) -> list[Any]:
         """The one answer for each shard."""

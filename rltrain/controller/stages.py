@@ -34,20 +34,20 @@ def with_rewards(
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig, mini_batches: int) -> Batch:
-    """Fill ``advantages`` and ``loss_weights``, the latter with each mini-batch's own denominator."""
-    batch.require("rewards", "group_ids", "loss_mask")
-    scored = batch.rewards.isfinite()
+    """Fill ``advantages`` and ``loss_weights``, whose denominator is each mini-batch's own."""
+    rewards, group_ids, loss_mask = batch.require("rewards", "group_ids", "loss_mask")
+    scored = rewards.isfinite()
     per_sequence = torch.zeros(batch.num_sequences)
     per_sequence[scored] = group_advantages(
-        batch.rewards[scored], batch.group_ids[scored], normalize_by_std=algorithm.normalize_by_std
+        rewards[scored], group_ids[scored], normalize_by_std=algorithm.normalize_by_std
     )
     parts = zip(
-        batch.loss_mask.split(_mini_batch_tokens(batch, mini_batches)),
+        loss_mask.split(_mini_batch_tokens(batch, mini_batches)),
         batch.seq_lens.chunk(mini_batches),
         strict=True,
     )
     return batch.with_fields(
-        advantages=over_tokens(per_sequence, batch.seq_lens, batch.loss_mask),
+        advantages=over_tokens(per_sequence, batch.seq_lens, loss_mask),
         loss_weights=torch.cat(
             [loss_weights(mask, lens, algorithm.aggregation) for mask, lens in parts]
         ),
@@ -60,7 +60,7 @@ def _mini_batch_tokens(batch: Batch, mini_batches: int) -> list[int]:
 
 
 def reward_metrics(batch: Batch, num_timeouts: int) -> dict[str, float]:
-    rewards, groups = batch.rewards, batch.group_ids
+    rewards, groups = batch.require("rewards", "group_ids")
     failed = ~rewards.isfinite()
     scored = rewards[~failed]
     by_group = [rewards[groups == g] for g in groups.unique()]
@@ -97,7 +97,8 @@ def rollout_metrics(batch: Batch, num_truncated: int) -> dict[str, float]:
         row_bytes = (
             refs[0].num_layers * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
         )
-        metrics["routing/coverage"] = float(batch.route_mask.sum()) / owed
+        (route_mask,) = batch.require("route_mask")
+        metrics["routing/coverage"] = float(route_mask.sum()) / owed
         metrics["routing/bytes_per_token"] = float(row_bytes)
     return metrics
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from rltrain.algorithms.reduce import loss_weights
+from rltrain.algorithms.reduce import Aggregation, loss_weights
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.data import DataConfig
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
-    """``algorithm.type=sft``: fit the answers of the data, save the model as a Hugging Face folder."""
+    """``algorithm.type=sft``: fit the data's answers and save a Hugging Face folder."""
     run_dir = Path(config.trainer.output_dir)
     path = Path(config.model.path) if config.model.path else build_random_model(config.model)
     tokenizer = AutoTokenizer.from_pretrained(
@@ -79,7 +79,9 @@ def fit(
             )
 
 
-def supervised_batch(problems: Sequence[Problem], tokenizer: Tokenizer, aggregation: str) -> Batch:
+def supervised_batch(
+    problems: Sequence[Problem], tokenizer: Tokenizer, aggregation: Aggregation
+) -> Batch:
     """Prompts and their answers, the answer's tokens and its end-of-sequence in the loss."""
     responses = [encode_response(str(p.answer), tokenizer) for p in problems]
     pairs = list(zip(problems, responses, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
@@ -33,6 +33,13 @@ from rltrain.tracking.tracker import Tracker
 from rltrain.weights.architecture import Architecture, read_architecture
 
 logger = logging.getLogger(__name__)
+
+UPDATE_ROUTING: dict[str, Literal["native", "rollout", "recorded"]] = {
+    "off": "native",
+    "r2": "recorded",
+    "r3": "rollout",
+}
+"""By ``routing_replay.mode``: whose experts an update uses."""
 
 
 @dataclass
@@ -119,7 +126,7 @@ class Trainer:
         return batch.with_fields(old_logprobs=scored.logprobs), scored
 
     def compare_with_native(self, batch: Batch, scored: Scored) -> dict[str, float]:
-        """How far the trainer is from the rollout, as trained and, on sampled steps, without replay."""
+        """How far the trainer is from the rollout: as trained and, on sampled steps, natively."""
         assert batch.rollout_logprobs is not None
         compared = batch.rollout_logprobs, batch.response_mask
         if scored.agreement is None:
@@ -150,10 +157,11 @@ class Trainer:
         for layer, count in agreement.shared.items():
             if count < bound * owed:
                 raise RuntimeError(
-                    f"layer {layer}: native routing shares {count / owed:.3f} of the experts that were "
-                    f"captured in the rollout, expected routing_replay.min_overlap={bound} or more (chance is "
-                    f"{self.arch.experts_per_token / self.arch.num_experts:.3f}). The routes are not those of "
-                    "these tokens, this layer or these weights"
+                    f"layer {layer}: native routing shares {count / owed:.3f} of the experts that "
+                    "were captured in the rollout, expected routing_replay.min_overlap="
+                    f"{bound} or more (chance is "
+                    f"{self.arch.experts_per_token / self.arch.num_experts:.3f}). The routes are "
+                    "not those of these tokens, this layer or these weights"
                 )
 
     def score_reference(self, batch: Batch) -> Batch:
@@ -164,10 +172,8 @@ class Trainer:
     def update(self, batch: Batch) -> Any:
         names = ["old_logprobs", "advantages", "loss_weights"]
         names += ["ref_logprobs"] if batch.ref_logprobs is not None else []
-        routing = {"off": "native", "r2": "recorded", "r3": "rollout"}[
-            self.config.routing_replay.mode
-        ]
-        return self.policy.update({name: getattr(batch, name) for name in names}, routing=routing)
+        fields = dict(zip(names, batch.require(*names), strict=True))
+        return self.policy.update(fields, routing=UPDATE_ROUTING[self.config.routing_replay.mode])
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
@@ -178,7 +184,7 @@ class Trainer:
         checkpoint.save(self.run_dir, step, self.policy, state, self.config.checkpoint.keep)
 
     def resume(self) -> int:
-        """Load the newest checkpoint of this run, if asked to and there is one; returns its step."""
+        """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
         found = checkpoint.checkpoints(self.run_dir)
         if self.config.trainer.resume == "never" or not found:
             return 0

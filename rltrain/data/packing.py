@@ -14,7 +14,7 @@ Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> sequence numbers
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which sequences each data-parallel rank holds for a whole step, and how it works through them.
+    """Which sequences each data-parallel rank holds for a step, and how it works through them.
 
     Sequence numbers of ``scoring`` and ``updates`` count within the rank's ``shards`` entry.
     """
@@ -27,7 +27,7 @@ class StepPlan:
 def plan_step(
     seq_lens: Sequence[int], mini_batches: int, dp_size: int, max_tokens: int, multiple_of: int = 1
 ) -> StepPlan:
-    """Cut a step into mini-batches of equally many sequences, in order, and those into micro-batches.
+    """Cut a step into equal mini-batches of sequences, in order, and those into micro-batches.
 
     A sequence stays on one rank for the step: routes recorded in its log-probability pass need no
     journey to be replayed in its update.

@@ -1,5 +1,6 @@
 """From a prompt, text or chat messages, to tokens: the one place where a template is applied."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 Messages = list[dict[str, Any]]
@@ -15,6 +16,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool
     ) -> Any: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 def encode_prompt(

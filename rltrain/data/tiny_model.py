@@ -40,7 +40,7 @@ def build_random_model(model: ModelConfig) -> Path:
     return path
 
 
-def save_atomically(path: Path, save: Callable[[Path], None]) -> None:
+def save_atomically(path: Path, save: Callable[[Path], object]) -> None:
     """Run ``save`` on a folder beside ``path`` and rename it there: a cache is whole or absent.
 
     Raises:

@@ -52,7 +52,7 @@ class MicroBatch:
         )
 
     def at_targets(self, values: Tensor) -> Tensor:
-        """A field of the batch, at the slots that yield its token's log-probability.  # [n] -> [S]"""
+        """A field of the batch, at the slots that yield a token's logprob.  # [n] -> [S]"""
         return take(values, self.layout.targets, 0).to(self.device)
 
     def route_targets(self, layers: Sequence[int], num_experts: int) -> dict[int, Target]:

@@ -42,7 +42,7 @@ class ModelOnMesh:
         return sorted(layer for chunk in self.chunks for layer in decoder_routers(chunk))
 
     def logprobs(self, logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropy of the sampling distribution.  # [1, S, V / tp] -> [S], [S]"""
+        """Log-probabilities and entropy, as sampled from.  # [1, S, V / tp] -> [S], [S]"""
         return vocab_parallel_logprobs(
             logits.squeeze(0).float() / self.temperature,
             target_ids,
@@ -185,7 +185,11 @@ def _gather_native(
     natives: dict[int, dict[int, Tensor]],
     num_tokens: int,
 ) -> Tensor:
-    """Recorded routes of all ranks that share this shard's tokens.  # [N, L, K] of this stage's layers"""
+    """Recorded routes of all ranks that share this shard's tokens, in this stage's layers.
+
+    Returns:
+        int16  # [N, L, K]
+    """
     native: Tensor | None = None
     for mb in micro_batches:
         by_chunk = natives[mb.number]

@@ -59,7 +59,7 @@ class RouterTap:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Same contract as upstream: the scores at the chosen experts, and their ids.  # [S, K] each"""
+        """As upstream: the scores at the chosen experts, and their ids.  # [S, K] each"""
         if self.running is None:
             experts = self._recompute(scores)
         else:
@@ -78,8 +78,9 @@ class RouterTap:
         if self.target is not None:
             if self.target.experts.shape != native.shape:
                 raise RuntimeError(
-                    f"layer {self.layer}, micro-batch {micro_batch}: the router sees rows and experts "
-                    f"{tuple(native.shape)}, but the routes to replay are {tuple(self.target.experts.shape)}"
+                    f"layer {self.layer}, micro-batch {micro_batch}: the router sees rows and "
+                    f"experts {tuple(native.shape)}, but the routes to replay are "
+                    f"{tuple(self.target.experts.shape)}"
                 )
             experts = torch.where(
                 self.target.replayed.unsqueeze(1), decode(self.target.experts), native
@@ -99,8 +100,8 @@ class RouterTap:
         experts = self.owed.pop(micro_batch)
         if len(experts) != len(scores):
             raise RuntimeError(
-                f"layer {self.layer}, micro-batch {micro_batch}: recomputation sees {len(scores)} rows, "
-                f"the forward pass saw {len(experts)}"
+                f"layer {self.layer}, micro-batch {micro_batch}: recomputation sees {len(scores)} "
+                f"rows, the forward pass saw {len(experts)}"
             )
         self.num_recomputed += 1
         return experts
@@ -134,7 +135,8 @@ class RoutingTaps:
         """
         if targets is not None and set(targets) != set(self._taps):
             raise RuntimeError(
-                f"routes are given for layers {sorted(targets)}, but the model routes in {self.layers}"
+                f"routes are given for layers {sorted(targets)}, but the model routes in "
+                f"{self.layers}"
             )
         for layer, tap in self._taps.items():
             tap.running, tap.target = micro_batch, targets[layer] if targets is not None else None
@@ -206,8 +208,8 @@ def _replay_of(layer: int, router: TopKRouter) -> RouterReplay:
     found = tuple(inspect.signature(RouterReplay.get_replay_topk).parameters)[1:]
     if found != _UPSTREAM:
         raise RuntimeError(
-            f"Megatron's RouterReplay.get_replay_topk takes {found}, but rltrain was written against "
-            f"{_UPSTREAM}: install a megatron-core version that docs/install.md names"
+            f"Megatron's RouterReplay.get_replay_topk takes {found}, but rltrain was written "
+            f"against {_UPSTREAM}: install a megatron-core version that docs/install.md names"
         )
     return replay
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
@@ -34,7 +35,7 @@ from rltrain.weights.transport import BucketWriter
 
 
 class PolicyWorker:
-    """One rank of the policy: its part of the model, of the optimizer, and of a step's sequences."""
+    """One rank of the policy: its part of the model, the optimizer and a step's sequences."""
 
     def __init__(
         self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
@@ -67,7 +68,7 @@ class PolicyWorker:
         self.shard: Batch | None = None
         self.recorded_routes: Tensor | None = None
 
-    def _load(self, *, ddp: bool) -> list[torch.nn.Module]:
+    def _load(self, *, ddp: bool) -> list[MegatronModule]:
         chunks = build_model(
             self.arch,
             self.config.policy,
@@ -202,17 +203,17 @@ class PolicyWorker:
 
     def _objective(self, mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
         batch = mb.batch
-        batch.require("loss_weights")
-        weights = mb.at_targets(batch.loss_weights)
+        (loss_weights,) = batch.require("loss_weights")
+        weights = mb.at_targets(loss_weights)
         if self.config.algorithm.type == "sft":
             return sft_objective(logprobs, weights=weights)
-        batch.require("old_logprobs", "advantages")
+        old_logprobs, advantages = batch.require("old_logprobs", "advantages")
         return grpo_objective(
             logprobs,
             entropy,
-            old_logprobs=mb.at_targets(batch.old_logprobs),
+            old_logprobs=mb.at_targets(old_logprobs),
             ref_logprobs=None if batch.ref_logprobs is None else mb.at_targets(batch.ref_logprobs),
-            advantages=mb.at_targets(batch.advantages),
+            advantages=mb.at_targets(advantages),
             weights=weights,
             config=self.config.algorithm,
         )

@@ -17,12 +17,14 @@ from rltrain.routing.codec import Routes, assign_objects, checksum, encode
 from rltrain.routing.integrity import RouteShape
 
 
-@ray.remote(num_cpus=0)
-class RouteStore:
+class _RouteStore:
     """Owns what is put through it, until nobody refers to it any more."""
 
     def put(self, arrays: list[Routes]) -> list[Any]:
         return [ray.put(array) for array in arrays]
+
+
+RouteStore = ray.remote(num_cpus=0)(_RouteStore)
 
 
 async def store_routes(

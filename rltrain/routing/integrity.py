@@ -6,6 +6,7 @@ something else, so nothing malformed may get past here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -59,7 +60,7 @@ def check_routes(
         present.append(array)
     if not present:
         return []
-    together = np.concatenate(present)[:, list(shape.moe_layers)]  # [rows of all, L, K]
+    together = np.concatenate(present).take(shape.moe_layers, axis=1)  # [rows of all, L, K]
     bounds = np.cumsum([len(array) for array in present])
     if fault := _first_fault(together, shape):
         row, layer, what = fault
@@ -78,13 +79,14 @@ def _first_fault(ids: Routes, shape: RouteShape) -> tuple[int, int, str] | None:
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > top):
         row, layer, _ = np.argwhere((ids < 0) | (ids > top))[0]
         return int(row), int(layer), f"expected expert ids from 0 to {top}"
-    zero_layers = np.flatnonzero(~ids.any(axis=(0, 2)))
+    # Column by column, each contiguous: K is small, and so every comparison is one fast pass.
+    columns = np.ascontiguousarray(np.moveaxis(ids, 2, 0))  # [K, rows, L]
+    zero_layers = np.flatnonzero(~columns.any(axis=0).any(axis=0))
     if len(zero_layers) and (shape.experts_per_token > 1 or len(ids) >= CHANCE_ROWS):
         return 0, int(zero_layers[0]), "every row of this layer is zero, so it was not captured"
-    # Pairs of columns beat a sort here: K is small, and each comparison is one vector operation.
     twice = np.zeros(ids.shape[:2], dtype=bool)
-    for column in range(1, shape.experts_per_token):
-        twice |= (ids[..., :column] == ids[..., column : column + 1]).any(axis=-1)
+    for one, other in combinations(columns, 2):
+        twice |= one == other
     if twice.any():
         row, layer = np.argwhere(twice)[0]
         return int(row), int(layer), f"expected {shape.experts_per_token} distinct experts"

@@ -21,8 +21,8 @@ from rltrain.config import Config
 from rltrain.data.packing import pack, plan_step
 from rltrain.routing.align import last_rows
 from tests.distributed.run_ranks import rendezvous, run_ranks
-from tests.distributed.tiny_folder import save_tiny_moe
 from tests.distributed.test_layouts import _relative_error as relative_error
+from tests.distributed.tiny_folder import save_tiny_moe
 
 pytestmark = pytest.mark.integration
 

@@ -59,16 +59,20 @@ def prompts(count: int, seed: int = 0) -> list[Prompt]:
 class StaggeredEngine(RolloutEngine):
     """Requests reach vLLM at uneven intervals, as they would on a busy machine."""
 
-    finished_early = 0
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._pending: list[Any] = []
+        self._finished_early = 0
 
     async def _add(self, name: str, request: Request, params: Any) -> Any:
-        pending = await super()._add(name, request, params)
+        self._pending.append(await super()._add(name, request, params))
         await asyncio.sleep(random.choice([0, 0, 0.02]))
-        self.finished_early += pending.output is not None
-        return pending
+        self._finished_early += any(output.output is not None for output in self._pending)
+        return self._pending[-1]
 
     def num_finished_early(self) -> int:
-        return self.finished_early
+        """How many requests arrived when an output was there but not yet taken."""
+        return self._finished_early
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_a
     assert len(seen) == 3  # every step has its own seeds
     # The reason it holds: vLLM runs nothing before it has the whole batch.
     one_token = SamplingParams(temperature=1.0, max_tokens=1)
-    requests = [Request((2 + i,), i, "p", i) for i in range(40)]
+    requests = [Request((2 + i,), i, "p", i) for i in range(46)]
     ray.get(cluster.staggered.generate.remote(requests, one_token))
     assert ray.get(cluster.staggered.num_finished_early.remote()) == 0
 

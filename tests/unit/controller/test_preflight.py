@@ -62,7 +62,7 @@ def test_the_main_recipe_passes_and_gets_its_folder(tmp_path: Path) -> None:
         ("model.path={}", "no config.json"),
         ("data=jsonl data.path={}/none.jsonl", "data.path={}/none.jsonl: expected a file"),
         ("data.reward.function=no_such_module.score", "No module named 'no_such_module'"),
-        ("policy.parallel.dp=512", "expected at most 4 ranks a core"),
+        ("policy.parallel.dp=512 trainer.prompts_per_step=256", "expected at most 4 ranks a core"),
         ("trainer.output_dir={}/file/run", "expected a folder that can be written"),
     ],
 )

@@ -41,7 +41,7 @@ def test_plan(step: tuple[int, list[int], int], dp: int, multiple_of: int) -> No
 
 
 def test_ranks_of_unequal_load_run_equally_many() -> None:
-    """One long sequence against many short ones: alone the ranks would need 1 and 3 micro-batches."""
+    """One sequence against three: alone the ranks would need 1 and 3 micro-batches."""
     plan = pack([[10], [10, 10, 10]], max_tokens=10)
     assert [len(rank) for rank in plan] == [3, 3]
     assert sorted(map(len, plan[0])) == [0, 0, 1], "the short rank runs empty micro-batches"

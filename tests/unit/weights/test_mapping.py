@@ -59,7 +59,7 @@ def find(arch: Architecture, suffix: str) -> Parameter:
     return next(p for p in parameters(arch) if p.name.endswith(suffix))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(architectures(), SIZES, SIZES)
 def test_cut_over_any_ranks_and_put_together_again(arch: Architecture, tp: int, etp: int):
     checkpoint = numbered(arch)
@@ -73,7 +73,7 @@ def test_cut_over_any_ranks_and_put_together_again(arch: Architecture, tp: int, 
     assert all(torch.equal(back[name], checkpoint[name]) for name in checkpoint)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(architectures(), SIZES)
 def test_shards_hold_what_megatron_expects(arch: Architecture, tp: int):
     """Against a formula of its own: head by head for qkv, row by row for gate and up."""
