@@ -29,7 +29,7 @@ SMALL = (
     "algorithm.group_size=4",
     "tracking.wandb=disabled",
 )
-LIMIT_S = 240.0
+LIMIT_S = 540.0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
 
@@ -89,7 +89,7 @@ def test_r3_over_four_ranks_and_r2_in_fp32(start: Any) -> None:
     first = r3.metrics[1]
     assert first["mismatch_native/num_flipped"] > 0
     assert first["mismatch/k3"] < first["mismatch_native/k3"]
-    assert first["routing/overlap"] > 0.9
+    assert 0.8 < first["routing/overlap"] < 1.0
     for name in ("config.yaml", "versions.json", "samples.jsonl", "outcome.json", "report.html"):
         assert (r3.folder / name).stat().st_size > 0
     assert json.loads((r3.folder / "outcome.json").read_text())["state"] == "finished"
