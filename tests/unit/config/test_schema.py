@@ -49,8 +49,8 @@ IMPOSSIBLE = [
     ({"data.split": "test"}, "data.split", "only dataset folders have splits"),
     ({"model.tiny.num_kv_heads": 3}, "num_kv_heads=3", "kv heads divide heads"),
     (
-        {"model.tiny.experts_per_token": 9},
-        "num_experts=8",
+        {"model.tiny.experts_per_token": 17},
+        "num_experts=16",
         "experts per token at most num experts",
     ),
     ({"policy.parallel.ep": 2}, "ep*etp=2", "experts fit the ranks"),
