@@ -43,7 +43,7 @@ demo: setup
 	$(BIN)/python -m rltrain.main +recipe=grpo_moe_r3
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not slow'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -26,7 +26,6 @@ from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
@@ -67,14 +66,15 @@ def load_with_transformers(folder: Path) -> None:
     AutoTokenizer.from_pretrained(folder)
 
 
-def test_r3_over_four_ranks_and_r2_in_fp32(start: Any) -> None:
-    """Every route arrives and is used, every sync is bitwise, and the run leaves all its files."""
-    checked = ["trainer.check_weight_sync=true", "trainer.eval_every=1", "optimizer.lr=1e-3"]
-    checked += ["optimizer.warmup_steps=0", "trainer.mini_batches=1"]
-    r3 = start("r3", "policy=tp2_ep2", "trainer.steps=2", "tracking.wandb=offline", *checked)
-    r2 = start(
-        "r2", "trainer.steps=1", "rollout.dtype=float32", *checked, recipe="grpo_moe_r2"
-    ).wait()
+def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
+    """Every route arrives and is used, and the run leaves all its files."""
+    # A model of five supervised steps answers nothing right: this reward tells its responses apart.
+    score = "def score(response, answer, **columns):\n    return float(len(response))\n"
+    (tmp_path / "by_length.py").write_text(score)
+    once = ["trainer.eval_every=1", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
+    once += ["trainer.mini_batches=1", "tracking.wandb=offline", "trainer.steps=2"]
+    once += ["data.reward.function=by_length.score"]
+    r3 = start("r3", "policy=tp2_ep2", *once)
     r3.wait()
     assert sorted(r3.metrics) == [0, 1, 2]
     for area, names in PROMISED.items():
@@ -95,11 +95,20 @@ def test_r3_over_four_ranks_and_r2_in_fp32(start: Any) -> None:
     assert json.loads((r3.folder / "outcome.json").read_text())["state"] == "finished"
     assert json.loads(json.loads((r3.folder / "versions.json").read_text())["engine"])["routes"]
     assert len(list(r3.folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
-    assert r2.metrics[1]["routing/coverage"] == 1.0
-    assert r2.metrics[1]["mismatch/k3"] < 1e-6  # fp32 on both sides, whatever is replayed
-    assert r2.metrics[1]["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
+def test_every_sync_is_bitwise_and_r2_runs(start: Any) -> None:
+    options = ["trainer.check_weight_sync=true", "trainer.steps=1", "trainer.mini_batches=1"]
+    for dtype in ("float32", "bfloat16"):
+        r2 = start(dtype, f"rollout.dtype={dtype}", *options, recipe="grpo_moe_r2").wait()
+        assert r2.metrics[1]["routing/coverage"] == 1.0
+        assert r2.metrics[1]["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        if dtype == "float32":
+            assert r2.metrics[1]["mismatch/k3"] < 1e-6
+
+
+@pytest.mark.slow
 def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path) -> None:
     """Bitwise: three steps with two ranks, then a fourth after a crash and a resume.
 
@@ -144,6 +153,7 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     assert len(output.outputs[0].token_ids) == 1
 
 
+@pytest.mark.slow
 def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Path) -> None:
     """What has no routes runs too; sft leaves a model that loads."""
     model = tmp_path / "dense"
