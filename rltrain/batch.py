@@ -107,6 +107,12 @@ class Batch:
         """Where each sequence starts, and N at the end.  # [B + 1]"""
         return torch.cat([self.seq_lens.new_zeros(1), self.seq_lens.cumsum(0)])
 
+    def token_index(self, rows: Sequence[int]) -> Tensor:
+        """Where the tokens of the given sequences lie, in their order.  # [n]"""
+        offsets = self.offsets.tolist()
+        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
+        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
     def require(self, *names: str) -> tuple[Tensor, ...]:
         """The named tensor fields, in the order given; ValueError unless all have been filled."""
         if missing := [name for name in names if getattr(self, name) is None]:
@@ -120,9 +126,7 @@ class Batch:
 
     def select(self, rows: Sequence[int]) -> Self:
         """The given sequences, in the given order, with every field."""
-        offsets = self.offsets.tolist()
-        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
-        token_index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+        token_index = self.token_index(rows)
         row_index = torch.tensor(list(rows), dtype=torch.int64)
         chosen: dict[str, Any] = {}
         for name, dims, value in self._present():

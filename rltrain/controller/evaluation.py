@@ -10,7 +10,6 @@ from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool, RewardResult, Sample
 from rltrain.rollout.generator import Generator
 from rltrain.rollout.types import Rollout
-from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
 
 
@@ -59,10 +58,8 @@ class Evaluator:
 
         A format error is a response of which no answer can be read.
         """
-        timer = StepTimer()
-        with timer.phase("eval"):
-            rollouts = self.generator.greedy(self.held_out)
-            results = judge(self.pool, self.tokenizer, self.held_out, rollouts)
+        rollouts = self.generator.greedy(self.held_out)
+        results = judge(self.pool, self.tokenizer, self.held_out, rollouts)
         self.tracker.samples(
             step, [self._row(*row) for row in zip(self.held_out, rollouts, results, strict=True)]
         )

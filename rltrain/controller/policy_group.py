@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +19,6 @@ from rltrain.policy.types import Agreement, Scored, Updated
 
 DEATH_NOTICE_S = 5.0
 """How long after a failure another worker's death may still be reported as its cause."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """One optimizer update, over all ranks."""
-
-    totals: dict[str, float]
-    maxima: dict[str, float]
-    grad_norm: float
-    lr: float
 
 
 class PolicyGroup:
@@ -121,7 +110,7 @@ class PolicyGroup:
 
     def update(
         self, fields: dict[str, Tensor], *, routing: Literal["native", "rollout", "recorded"]
-    ) -> list[Update]:
+    ) -> list[Updated]:
         """One optimizer update per mini-batch.
 
         Args:
@@ -132,7 +121,7 @@ class PolicyGroup:
         sent = [ray.put({name: getattr(shard, name) for name in fields}) for shard in shards]
         return [self._update_once(plan, sent, routing) for plan in self._plan.updates]
 
-    def _update_once(self, plan: Plan, sent: Sequence[Any], routing: str) -> Update:
+    def _update_once(self, plan: Plan, sent: Sequence[Any], routing: str) -> Updated:
         """``plan`` and ``sent`` are by data-parallel rank."""
 
         def arguments(rank: int) -> Any:
@@ -146,24 +135,17 @@ class PolicyGroup:
         shards = {self._dp_ranks[rank]: a for rank, a in enumerate(answers) if a is not None}
         return [shards[dp_rank] for dp_rank in sorted(shards)]
 
-    def _token_index(self, rows: Sequence[int]) -> Tensor:
-        offsets = self._batch.offsets.tolist()
-        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
-        return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
-
     def _unshard(self, shards: Sequence[Tensor]) -> Tensor:
         whole = torch.zeros(self._batch.num_tokens, dtype=shards[0].dtype)
         for rows, values in zip(self._plan.shards, shards, strict=True):
-            whole[self._token_index(rows)] = values
+            whole[self._batch.token_index(rows)] = values
         return whole
 
     def _merge(self, found: Sequence[Agreement]) -> Agreement:
-        return replace(
-            found[0],
+        return Agreement(
             num_rows=sum(a.num_rows for a in found),
             shared={layer: sum(a.shared[layer] for a in found) for layer in found[0].shared},
             flipped=self._unshard([a.flipped for a in found]),
-            flipped_rows=sum(a.flipped_rows for a in found),
         )
 
 
@@ -189,9 +171,9 @@ def _raise_if_dead(refs: Sequence[Any]) -> None:
             ray.get(ref)
 
 
-def _add(shards: Sequence[Updated]) -> Update:
+def _add(shards: Sequence[Updated]) -> Updated:
     """Sums add over data-parallel ranks; the gradient norm and rate are the same on all."""
-    return Update(
+    return Updated(
         totals={name: sum(s.totals[name] for s in shards) for name in shards[0].totals},
         maxima={name: max(s.maxima[name] for s in shards) for name in shards[0].maxima},
         grad_norm=shards[0].grad_norm,

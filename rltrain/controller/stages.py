@@ -9,8 +9,7 @@ from rltrain.algorithms.advantages import group_advantages, over_tokens
 from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config.algorithm import AlgorithmConfig
-from rltrain.controller.policy_group import Update
-from rltrain.policy.types import Agreement
+from rltrain.policy.types import Agreement, Updated
 
 
 def with_rewards(
@@ -122,7 +121,7 @@ def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, f
     }
 
 
-def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+def update_metrics(updates: Sequence[Updated]) -> dict[str, float]:
     """Means over the loss tokens of all updates of a step."""
 
     def mean(name: str) -> float:

@@ -79,12 +79,9 @@ def cut(
     shard: Batch, plan: Sequence[Sequence[int]], grid: TokenGrid, device: torch.device
 ) -> list[MicroBatch]:
     """Cut a shard by a plan of `rltrain.data.packing`: sequence numbers per micro-batch."""
-    offsets = shard.offsets.tolist()
     cuts = []
     for number, rows in enumerate(plan):
         part = shard.select(rows)
-        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
-        index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
         layout = layout_tokens(part.seq_lens.tolist(), grid)
-        cuts.append(MicroBatch(number, part, index, layout, device))
+        cuts.append(MicroBatch(number, part, shard.token_index(rows), layout, device))
     return cuts

@@ -15,7 +15,6 @@ class Agreement:
     num_rows: int
     shared: dict[int, int]  # layer -> experts that both chose, summed over rows
     flipped: Tensor  # bool, tokens with a differing choice before them  # [N]
-    flipped_rows: int  # rows with a differing choice in any layer
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,6 @@ class PolicyWorker:
             num_rows=len(masked),
             shared=dict(zip(self.model.route_layers, masked.sum(0).tolist(), strict=True)),
             flipped=flipped_before(flipped, shard.seq_lens),
-            flipped_rows=int(flipped.sum()),
         )
 
     def update(

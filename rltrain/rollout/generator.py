@@ -10,6 +10,7 @@ import torch
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.rollout.types import Prompt, Request, Rollout, SamplingParams, request_seed
+from rltrain.routing.align import last_rows
 
 
 class Generator:
@@ -146,7 +147,5 @@ def _with_routes(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:
             f"expected routes with tokens - 1 rows on each of {len(rollouts)} rollouts, found "
             f"{len(routes)} with {int(rows.sum())} rows for {batch.num_tokens} tokens"
         )
-    # All rows but the last of each sequence: nothing was computed from the last sampled token.
-    route_mask = torch.ones(batch.num_tokens, dtype=torch.bool)
-    route_mask[batch.offsets[1:] - 1] = False
+    route_mask = ~last_rows(batch.seq_lens)
     return batch.with_fields(route_mask=route_mask, rollout_expert_indices=routes)

@@ -16,19 +16,6 @@ def num_shared(experts: Tensor, others: Tensor) -> Tensor:
     return (experts.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).sum(-1)
 
 
-def overlap_per_layer(shared: Tensor, mask: Tensor, experts_per_token: int) -> Tensor:
-    """Mean share of a row's experts that both choices have, over masked rows.
-
-    Args:
-        shared: what `num_shared` gave  # [N, L]
-        mask: bool  # [N]
-
-    Returns:
-        float64 in 0..1, NaN where no row is masked  # [L]
-    """
-    return shared[mask].double().mean(0) / experts_per_token
-
-
 def flipped_before(flipped: Tensor, seq_lens: Tensor) -> Tensor:
     """True for tokens whose log-probability a flip can have touched.
 

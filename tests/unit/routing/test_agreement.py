@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
-from rltrain.routing.agreement import flipped_before, num_shared, overlap_per_layer, spread_experts
+from rltrain.routing.agreement import flipped_before, num_shared, spread_experts
 from rltrain.routing.align import last_rows, router_targets
 
 
@@ -20,12 +20,6 @@ def test_num_shared_is_the_size_of_the_intersection(seed: int, k: int) -> None:
     expected = [len(set(x) & set(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
     assert num_shared(a, b).tolist() == expected
     assert num_shared(a, a.flip(-1)).tolist() == [k] * 10
-
-
-def test_overlap_is_a_mean_over_masked_rows() -> None:
-    shared = torch.tensor([[2, 0], [1, 2], [0, 0]])
-    mask = torch.tensor([True, True, False])
-    assert overlap_per_layer(shared, mask, 2).tolist() == [0.75, 0.5]
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
