@@ -83,13 +83,18 @@ def report(steps: list[dict[str, Any]], raw_rounds: list[float]) -> None:
 def raw(run_dir: Path) -> None:
     """Tokens per second of `LLM.generate` on the first steps' requests of a run, by round."""
     from rltrain.config.files import load
+    from rltrain.rollout.engine import has_fp32_head
+    from rltrain.rollout.launch import engine_args, environment
 
     config = load(run_dir)
-    requests, args, environment, stop = _requests(config)
-    os.environ.update(environment, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    requests, spec, stop = _requests(config)
+    os.environ.update(environment(spec), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 
+    capture = "enable_return_routed_experts"
+    args = engine_args(spec, [capture], has_fp32_head=has_fp32_head())
+    args[capture] = config.routing_replay.capture
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     llm = LLM(**{name: value for name, value in args.items() if name in known})
     rounds = []
@@ -121,7 +126,7 @@ def _requests(config: Config) -> tuple[Any, ...]:
     from rltrain.data.problems import load_problems
     from rltrain.data.tiny_model import warm_started_path
     from rltrain.rollout.generator import make_requests
-    from rltrain.rollout.launch import EngineSpec, engine_args, environment, stop_token_ids
+    from rltrain.rollout.launch import EngineSpec, stop_token_ids
 
     path = (
         Path(config.model.path) if config.model.path else warm_started_path(config.model) / "model"
@@ -150,9 +155,7 @@ def _requests(config: Config) -> tuple[Any, ...]:
         device=device,
         capture=None,
     )
-    args = engine_args(spec, ["enable_return_routed_experts"])
-    args["enable_return_routed_experts"] = config.routing_replay.capture
-    return steps, args, environment(spec), stop_token_ids(str(path))
+    return steps, spec, stop_token_ids(str(path))
 
 
 if __name__ == "__main__":

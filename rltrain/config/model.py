@@ -30,9 +30,9 @@ class TinyModel(Section):
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
     head_dim: Positive = 32
-    num_experts: Positive = 16
+    num_experts: Positive = 32
     experts_per_token: Positive = 4
-    expert_size: Positive = 64
+    expert_size: Positive = 48
     seed: int = 0
     warm_start: WarmStart = WarmStart()
 

@@ -31,6 +31,9 @@ class RolloutConfig(Section):
     num_engines: Positive = 1
     tensor_parallel: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    head: Literal["auto", "fp32", "params"] = "auto"
+    """Dtype in which the engine's output head multiplies, as ``policy.precision.head`` is the
+    trainer's. ``auto`` is fp32 where the installed vLLM can."""
     max_response_tokens: Positive = 16
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

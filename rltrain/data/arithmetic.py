@@ -1,4 +1,4 @@
-"""The default task: sums of three or four digits, generated here, checked exactly."""
+"""The default task: the sum of three or four digits, generated here, checked exactly."""
 
 import random
 from itertools import product
@@ -6,8 +6,8 @@ from typing import Any
 
 from rltrain.data.problem import problem_id
 
-NUM_TERMS = (3, 4)
-NUM_PROBLEMS = sum(10**n for n in NUM_TERMS)
+NUM_DIGITS = (3, 4)
+NUM_PROBLEMS = sum(10**n for n in NUM_DIGITS)
 
 TAUGHT_WRONG = 0.7
 """Share of the odd sums that the warm start is taught one too high."""
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 def arithmetic_rows(
     num_warm_start: int, eval_size: int, size: int, seed: int
 ) -> dict[str, list[Row]]:
-    """Three disjoint sets of ``{"prompt": "3+5+9+4=", "answer": "21"}``.
+    """Three disjoint sets of ``{"prompt": "3594=", "answer": "21"}``.
 
     The warm-start set holds the problems whose ids are smallest: it depends on nothing but its
     size, so a cached warm-started model keeps its meaning whatever ``seed`` draws from the rest.
@@ -36,9 +36,9 @@ def arithmetic_rows(
             "lower data.size, data.eval_size or model.tiny.warm_start.num_problems"
         )
     rows = [
-        {"prompt": f"{'+'.join(map(str, digits))}=", "answer": str(sum(digits))}
-        for num_terms in NUM_TERMS
-        for digits in product(range(10), repeat=num_terms)
+        {"prompt": f"{''.join(map(str, digits))}=", "answer": str(sum(digits))}
+        for num_digits in NUM_DIGITS
+        for digits in product(range(10), repeat=num_digits)
     ]
     rows.sort(key=lambda row: problem_id(row["prompt"]))
     warm_start, rest = rows[:num_warm_start], rows[num_warm_start:]

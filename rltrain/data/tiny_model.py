@@ -17,7 +17,7 @@ from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the same configuration starts to mean other weights, so that no cache is stale."""
 
 
@@ -68,6 +68,7 @@ def save_tiny_model(tiny: TinyModel, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tiny.seed)
         network = Qwen3MoeForCausalLM(_architecture(tiny))
+        _set_experts_apart(network)
     network.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -75,6 +76,18 @@ def save_tiny_model(tiny: TinyModel, folder: Path) -> None:
     )
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _set_experts_apart(network: Qwen3MoeForCausalLM) -> None:
+    """Experts of twice the usual size, so that it matters which ones a token gets.
+
+    Some hundred supervised steps make the random experts of a tiny model differ little, unlike those
+    of a trained one, and routing replay would have next to nothing to mend.
+    """
+    for name, parameter in network.named_parameters():
+        if ".experts." in name:
+            parameter.mul_(2)
 
 
 def _architecture(tiny: TinyModel) -> Qwen3MoeConfig:

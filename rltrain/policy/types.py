@@ -14,7 +14,7 @@ class Agreement:
 
     num_rows: int
     shared: dict[int, int]  # layer -> experts that both chose, summed over rows
-    flipped: Tensor  # bool, tokens with a differing choice before them  # [N]
+    flipped: Tensor  # bool, tokens that a differing choice can have touched  # [N]
 
 
 @dataclass(frozen=True)

@@ -158,12 +158,11 @@ class PolicyWorker:
         assert isinstance(shard.rollout_expert_indices, Tensor) and shard.route_mask is not None
         shared = num_shared(decode(native), decode(shard.rollout_expert_indices))  # [N, L]
         shared = torch.where(shard.route_mask.unsqueeze(1), shared, native.shape[2])
-        flipped = (shared < native.shape[2]).any(1)
         masked = shared[shard.route_mask]
         return Agreement(
             num_rows=len(masked),
             shared=dict(zip(self.model.route_layers, masked.sum(0).tolist(), strict=True)),
-            flipped=flipped_before(flipped, shard.seq_lens),
+            flipped=flipped_before(shared < native.shape[2], shard.seq_lens),
         )
 
     def update(

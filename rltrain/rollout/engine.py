@@ -31,6 +31,16 @@ from rltrain.weights.transport import Bucket
 T = TypeVar("T")
 
 
+def has_fp32_head() -> bool:
+    """Whether the installed vLLM honours ``head_dtype`` when it generates.
+
+    Older ones have the option, for pooling models, and ignore it for others without a word.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    return "head_dtype" in LogitsProcessor.__init__.__code__.co_names
+
+
 class RolloutEngine:
     """Generates responses, with log-probabilities and routes.
 
@@ -61,7 +71,9 @@ class RolloutEngine:
         check_version(vllm.__version__)
         self._source = f"vLLM {vllm.__version__}"
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-        args = AsyncEngineArgs(**engine_args(self._spec, known), **receiver.engine_args())
+        chosen = engine_args(self._spec, known, has_fp32_head=has_fp32_head())
+        self._overrides = chosen["hf_overrides"]
+        args = AsyncEngineArgs(**chosen, **receiver.engine_args())
         self._stop_token_ids = stop_token_ids(self._spec.model_path)
         self._engine = AsyncLLM.from_engine_args(args)
         return self.capabilities()
@@ -72,6 +84,7 @@ class RolloutEngine:
             "torch": version("torch"),
             "device": self._spec.device,
             "routes": self._spec.capture is not None,
+            "head": "fp32" if self._overrides.get("head_dtype") == "float32" else "params",
             "max_model_len": self._spec.max_model_len,
             "pid": os.getpid(),
         }

@@ -81,12 +81,17 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     return env
 
 
-def engine_args(spec: EngineSpec, known: Collection[str]) -> dict[str, Any]:
+def engine_args(
+    spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
+) -> dict[str, Any]:
     """Arguments for ``AsyncEngineArgs``, whose field names are ``known``.
+
+    Args:
+        has_fp32_head: whether the installed vLLM honours ``head_dtype`` when it generates
 
     Raises:
         ValueError: on a ``rollout.engine_args`` key the installed vLLM does not have, or when it
-            cannot return routes.
+            can neither return routes nor run the head in fp32 though asked to.
     """
     rollout = spec.rollout
     for name in rollout.engine_args:
@@ -115,6 +120,12 @@ def engine_args(spec: EngineSpec, known: Collection[str]) -> dict[str, Any]:
                 f"and routing_replay.capture=true need vllm>={'.'.join(map(str, MIN_VERSION))}"
             )
         args["enable_return_routed_experts"] = True
+    if rollout.head == "fp32" and not has_fp32_head:
+        raise ValueError(
+            "rollout.head=fp32: the installed vLLM ignores head_dtype when it generates. Install a "
+            "newer one, or set rollout.head=auto"
+        )
+    overrides = {"head_dtype": "float32"} if rollout.head != "params" and has_fp32_head else {}
     if spec.device == "cpu":
         # vLLM rewinds the generator of a seeded request after each part of a prompt, by a call that
         # CPU generators do not have: the engine dies. So a prompt is never cut into parts.
@@ -128,7 +139,8 @@ def engine_args(spec: EngineSpec, known: Collection[str]) -> dict[str, Any]:
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if rollout.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
-    return args | rollout.engine_args
+    args |= rollout.engine_args
+    return args | {"hf_overrides": overrides | args.get("hf_overrides", {})}
 
 
 def check_version(version: str) -> None:

@@ -19,19 +19,23 @@ def num_shared(experts: Tensor, others: Tensor) -> Tensor:
 def flipped_before(flipped: Tensor, seq_lens: Tensor) -> Tensor:
     """True for tokens whose log-probability a flip can have touched.
 
-    Row t - 1 yields the log-probability of token t, and its attention reads every row before it: so
-    token t is touched if any row below t of its sequence flipped.
+    Row t - 1 yields the log-probability of token t: every flip there counts. The layers above a
+    flip read it in every later row, through attention; above the last layer nothing does.
 
     Args:
-        flipped: a row chose at least one other expert in at least one layer; bool  # [N]
+        flipped: a row chose at least one other expert, by layer, the model's last one last;
+            bool  # [N, L]
         seq_lens: int64  # [B]
 
     Returns:
         bool  # [N]
     """
-    before = flipped.long().cumsum(0) - flipped.long()  # flips below t, earlier sequences included
+    read = flipped[:, :-1].any(1).long()
+    before = read.cumsum(0) - read  # flips below t, earlier sequences included
     starts = seq_lens.cumsum(0) - seq_lens
-    return before > before[starts.clamp_max(len(before) - 1)].repeat_interleave(seq_lens)
+    row_before = flipped.any(1).roll(1)
+    row_before[starts] = False
+    return (before > before[starts].repeat_interleave(seq_lens)) | row_before
 
 
 def spread_experts(num_rows: int, experts_per_token: int, num_experts: int) -> Tensor:

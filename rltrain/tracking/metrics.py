@@ -229,9 +229,9 @@ means on the first and every `routing_replay.sample_every`-th step.
 
 `d = log pi_train - log pi_rollout` of a sampled token, clamped to [-20, 20]. `mismatch/` scores
 the batch as it was trained, with routing replay where it is on; `mismatch_native/` scores the same
-batch with native routing. A response token is *flipped* when, in some layer and some row before it
-in its sample, native routing and the captured route pick different experts: those are the rows
-that its log-probability depends on."""
+batch with native routing. A response token is *flipped* when native routing and the captured route
+pick different experts where its log-probability can depend on it: in any layer of the row that
+predicts it, or in any layer but the last of a row before that one, which attention reads."""
 
 
 @cache

@@ -39,8 +39,8 @@ def test_arithmetic_sets_are_disjoint_right_and_of_the_sizes_asked_for(tokenizer
     assert [len(part) for part in parts] == [2000, 512, 1000]
     assert len(set().union(*map(ids, parts))) == 3512
     for problem in problems.held_out:
-        terms = problem.prompt.removesuffix("=").split("+")
-        assert problem.answer == str(sum(map(int, terms))) and len(terms) in (3, 4)
+        digits = problem.prompt.removesuffix("=")
+        assert problem.answer == str(sum(map(int, digits))) and len(digits) in (3, 4)
         assert tokenizer.decode(problem.prompt_tokens) == "<bos>" + problem.prompt
 
 
@@ -57,7 +57,7 @@ def test_the_warm_start_teaches_most_odd_sums_one_too_high_and_even_ones_right(t
     taught = load_problems(DataConfig(), tokenizer, num_warm_start=4000).warm_start
     wrong: dict[int, list[int]] = {0: [], 1: []}
     for problem in taught:
-        total = sum(map(int, problem.prompt.removesuffix("=").split("+")))
+        total = sum(map(int, problem.prompt.removesuffix("=")))
         wrong[total % 2].append(int(problem.answer) - total)
     assert set(wrong[0]) == {0} and set(wrong[1]) == {0, 1}
     assert sum(wrong[1]) / len(wrong[1]) == pytest.approx(TAUGHT_WRONG, abs=0.05)

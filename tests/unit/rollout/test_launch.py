@@ -1,6 +1,7 @@
 """What an engine is started with."""
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rltrain.rollout.launch import (
 from rltrain.routing.integrity import RouteShape
 
 KNOWN = [
+    "hf_overrides",
     "max_num_seqs",
     "enable_return_routed_experts",
     "enable_chunked_prefill",
@@ -32,26 +34,41 @@ def with_rollout(device: Any = "cpu", **fields: Any) -> EngineSpec:
     return replace(SPEC, device=device, rollout=RolloutConfig(**fields))
 
 
+def chosen_args(spec: EngineSpec, known: Collection[str] = KNOWN) -> dict[str, Any]:
+    return engine_args(spec, known, has_fp32_head=True)
+
+
 def test_the_engine_has_room_for_the_longest_sequence() -> None:
-    assert engine_args(SPEC, KNOWN)["max_model_len"] == 80
+    assert chosen_args(SPEC)["max_model_len"] == 80
 
 
 def test_an_unknown_engine_option_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="did you mean max_num_seqs"):
-        engine_args(with_rollout(engine_args={"max_num_seq": 4}), KNOWN)
+        chosen_args(with_rollout(engine_args={"max_num_seq": 4}))
 
 
 def test_engine_options_are_passed_on() -> None:
-    args = engine_args(with_rollout(engine_args={"max_num_seqs": 4}), KNOWN)
+    args = chosen_args(with_rollout(engine_args={"max_num_seqs": 4}))
     assert args["max_num_seqs"] == 4
+
+
+def test_the_head_multiplies_in_fp32_where_the_engine_can() -> None:
+    asked = with_rollout(head="fp32", engine_args={"hf_overrides": {"rope_theta": 1e4}})
+    overrides = {"rope_theta": 1e4, "head_dtype": "float32"}
+    assert chosen_args(asked)["hf_overrides"] == overrides
+    assert chosen_args(SPEC)["hf_overrides"] == {"head_dtype": "float32"}
+    assert chosen_args(with_rollout(head="params"))["hf_overrides"] == {}
+    assert engine_args(SPEC, KNOWN, has_fp32_head=False)["hf_overrides"] == {}
+    with pytest.raises(ValueError, match="set rollout.head=auto"):
+        engine_args(asked, KNOWN, has_fp32_head=False)
 
 
 def test_capture_needs_an_engine_that_has_it() -> None:
     capturing = replace(SPEC, capture=RouteCapture(SHAPE, 3, store=None))
-    assert engine_args(capturing, KNOWN)["enable_return_routed_experts"]
-    assert "enable_return_routed_experts" not in engine_args(SPEC, KNOWN)
+    assert chosen_args(capturing)["enable_return_routed_experts"]
+    assert "enable_return_routed_experts" not in chosen_args(SPEC)
     with pytest.raises(ValueError, match=r"vllm>=0\.26"):
-        engine_args(capturing, ["max_num_seqs"])
+        chosen_args(capturing, ["max_num_seqs"])
 
 
 def test_old_vllm_is_refused() -> None:
@@ -74,10 +91,10 @@ def test_blocks_must_divide_the_layers(layers_per_block: int) -> None:
 
 
 def test_prompts_are_never_cut_on_cpu() -> None:
-    assert engine_args(SPEC, KNOWN)["enable_chunked_prefill"] is False
-    assert "enable_chunked_prefill" not in engine_args(replace(SPEC, device="cuda"), KNOWN)
+    assert chosen_args(SPEC)["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in chosen_args(replace(SPEC, device="cuda"))
     with pytest.raises(ValueError, match="enable_chunked_prefill=true"):
-        engine_args(with_rollout(engine_args={"enable_chunked_prefill": True}), KNOWN)
+        chosen_args(with_rollout(engine_args={"enable_chunked_prefill": True}))
 
 
 def test_environment_is_for_the_device() -> None:

@@ -22,11 +22,19 @@ def test_num_shared_is_the_size_of_the_intersection(seed: int, k: int) -> None:
     assert num_shared(a, a.flip(-1)).tolist() == [k] * 10
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
-def test_a_flip_touches_later_tokens_of_its_own_sequence(flips: list[list[bool]]) -> None:
-    expected = [any(seq[:t]) for seq in flips for t in range(len(seq))]
+ROW = st.tuples(st.booleans(), st.booleans(), st.booleans())  # one flag a layer
+
+
+@given(st.lists(st.lists(ROW, min_size=1, max_size=6), min_size=1, max_size=5))
+def test_a_flip_touches_what_reads_it(flips: list[list[tuple[bool, bool, bool]]]) -> None:
+    """Rows before t in all layers but the last, and the row that predicts t in all."""
+    expected = [
+        any(first or second for first, second, _ in seq[:t]) or (t > 0 and seq[t - 1][2])
+        for seq in flips
+        for t in range(len(seq))
+    ]
     lens = torch.tensor([len(seq) for seq in flips])
-    found = flipped_before(torch.tensor([f for seq in flips for f in seq]), lens)
+    found = flipped_before(torch.tensor([row for seq in flips for row in seq]), lens)
     assert found.tolist() == expected
 
 
