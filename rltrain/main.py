@@ -6,7 +6,6 @@ python -m rltrain.main +recipe=grpo_moe_r3 trainer.steps=5
 import argparse
 import logging
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         preflight(config)
     except ValueError as error:
         return fail("cannot start", error, 2)
-    save(config, shlex.join([*PROGRAM.split(), *argv]))
+    save(config, PROGRAM, argv)
     return run(config)
 
 

@@ -1,21 +1,33 @@
 """The configuration of a run, saved beside what the run wrote."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from rltrain.config.errors import validate
+from rltrain.config.redact import redacted
 from rltrain.config.root import Config
 
 NAME = "config.yaml"
 
 
-def save(config: Config, command: str) -> Path:
-    """Write the resolved configuration into the run's folder, below the command that made it."""
+def save(config: Config, program: str, arguments: Sequence[str]) -> Path:
+    """Write the resolved configuration into the run's folder, below the command that made it.
+
+    What looks like a secret is redacted in both.
+    """
     path = Path(config.trainer.output_dir) / NAME
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    command = f"{program} {shlex.join(map(_redacted_override, arguments))}"
+    text = yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False)
     path.write_text(f"# {command}\n{text}", encoding="utf-8")
     return path
+
+
+def _redacted_override(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"{name}{equals}{redacted(value, name)}"
 
 
 def load(run: Path) -> Config:

@@ -35,7 +35,8 @@ class RolloutConfig(Section):
     """Dtype in which the engine's output head multiplies, as ``policy.precision.head`` is the
     trainer's. ``auto`` is fp32 where the installed vLLM can."""
     max_response_tokens: Positive = 16
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """vLLM raises lower ones to 0.01 without a word."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     """0 samples from the whole vocabulary."""

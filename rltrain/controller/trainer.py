@@ -27,10 +27,11 @@ from rltrain.environments.pool import RewardPool
 from rltrain.policy.types import Agreement, Scored
 from rltrain.rollout.generator import Generator
 from rltrain.rollout.launch import EngineSpec
-from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.environment import describe_environment, resident_gib
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
 from rltrain.weights.architecture import Architecture, read_architecture
+from rltrain.weights.load import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ class Trainer:
     def score(self, batch: Batch, step: int) -> tuple[Batch, Scored]:
         """Old log-probabilities: R3 replays the rollout's routes here, R2 records its own."""
         mode = self.config.routing_replay.mode
+        if mode == "r3":
+            batch.require("rollout_expert_indices")
         scored = self.policy.score(
             routing="rollout" if mode == "r3" else "native",
             measure=self.measures(batch, step),
@@ -213,6 +216,8 @@ def run(config: Config) -> None:
             trust_remote_code=config.model.trust_remote_code,
         )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
+        if given:
+            open_checkpoint(given, read_architecture(given))
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)
         arch = read_architecture(path)
@@ -255,4 +260,5 @@ def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:
     return times | {
         "throughput/tokens_per_second": batch.num_tokens / times["time/step"],
         "throughput/generated_tokens_per_second": generated / times["time/generate"],
+        "memory/host_rss_gib": resident_gib(),
     }

@@ -82,8 +82,8 @@ def save_tiny_model(tiny: TinyModel, folder: Path) -> None:
 def _set_experts_apart(network: Qwen3MoeForCausalLM) -> None:
     """Experts of twice the usual size, so that it matters which ones a token gets.
 
-    Some hundred supervised steps make the random experts of a tiny model differ little, unlike those
-    of a trained one, and routing replay would have next to nothing to mend.
+    Some hundred supervised steps make the random experts of a tiny model differ little, unlike
+    those of a trained one, and routing replay would have next to nothing to mend.
     """
     for name, parameter in network.named_parameters():
         if ".experts." in name:

@@ -81,9 +81,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     return env
 
 
-def engine_args(
-    spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
-) -> dict[str, Any]:
+def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool) -> dict[str, Any]:
     """Arguments for ``AsyncEngineArgs``, whose field names are ``known``.
 
     Args:

@@ -3,8 +3,11 @@
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+
+import psutil
 
 PACKAGES = (
     "rltrain",
@@ -29,6 +32,16 @@ def describe_environment() -> dict[str, str]:
             continue
     machine = f"{platform.node()}, {platform.system()} {platform.machine()}, {_hardware()}"
     return {**versions, "machine": machine, **_commit()}
+
+
+def resident_gib() -> float:
+    """Memory of this process and all below it; pages that several share count in each."""
+    this = psutil.Process()
+    total = 0
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it may end while we look
+            total += process.memory_info().rss
+    return total / 2**30
 
 
 def _hardware() -> str:

@@ -148,7 +148,6 @@ ROUTING = (
         when="sampled",
     ),
     _routing("routing/bytes_per_token", "bytes of captured routes", "captured rows", "B"),
-    _routing("routing/padded_fraction", "padding rows the routers saw", "rows the routers saw"),
 )
 
 _rollout = partial(Metric, section="rollout")
@@ -210,7 +209,12 @@ PERFORMANCE = (
         "tokens/s",
         better="higher",
     ),
-    _performance("memory/host_rss_gib", "resident memory of all our processes", "-", "GiB"),
+    _performance(
+        "memory/host_rss_gib",
+        "resident memory of the driver and what it started",
+        "-",
+        "GiB",
+    ),
 )
 
 METRICS: tuple[Metric, ...] = (*LEARNING, *MISMATCH, *ROUTING, *ROLLOUT, *POLICY, *PERFORMANCE)

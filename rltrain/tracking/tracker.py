@@ -1,7 +1,7 @@
 """Where a run's numbers go: one call a step, and every place has them.
 
-The run folder gets config.yaml, versions.json, metrics.jsonl, samples.jsonl, outcome.json and
-report.html; the report is written from those files alone, also when the run failed.
+The run folder gets versions.json, metrics.jsonl, samples.jsonl, outcome.json and report.html; the
+report is written from these and config.yaml alone, also when the run failed.
 """
 
 import json
@@ -13,14 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
 from rich.console import Console
 
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
 from rltrain.tracking.metrics import check
 from rltrain.tracking.progress import ProgressLine
-from rltrain.tracking.redact import redacted
 from rltrain.tracking.report import write_report
 from rltrain.tracking.wandb import WandbRun
 
@@ -39,7 +37,8 @@ class Tracker:
 
     Args:
         run_dir: exists and is writable.
-        config: the resolved configuration as plain data; secret-looking values are redacted.
+        config: the resolved configuration as plain data, for wandb; secret-looking values are
+            redacted.
         versions: what ran and on what, name to text, for versions.json and the report's header.
         num_steps: steps of the whole run, for the ETA. Steps count from 1; what is measured before
             the first is logged as step 0.
@@ -64,7 +63,6 @@ class Tracker:
         self.run_dir = run_dir
         self._num_samples = tracking.num_samples
         (run_dir / "outcome.json").unlink(missing_ok=True)
-        _write(run_dir / "config.yaml", yaml.safe_dump(redacted(config), sort_keys=False))
         started = datetime.now(UTC).isoformat(timespec="seconds")
         _write(run_dir / "versions.json", json.dumps({"started": started, **versions}, indent=2))
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)

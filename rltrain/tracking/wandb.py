@@ -20,10 +20,10 @@ from urllib.parse import urlparse
 
 import wandb
 
+from rltrain.config.redact import redacted
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.dashboard import DASHBOARD, Panel, panel_lines
 from rltrain.tracking.metrics import METRICS
-from rltrain.tracking.redact import redacted
 
 logger = logging.getLogger(__name__)
 

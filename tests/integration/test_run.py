@@ -12,6 +12,7 @@ from typing import Any
 os.environ |= {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -108,7 +109,6 @@ def test_every_sync_is_bitwise_and_r2_runs(start: Any) -> None:
             assert r2.metrics[1]["mismatch/k3"] < 1e-6
 
 
-@pytest.mark.slow
 def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path) -> None:
     """Bitwise: three steps with two ranks, then a fourth after a crash and a resume.
 
@@ -153,7 +153,6 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     assert len(output.outputs[0].token_ids) == 1
 
 
-@pytest.mark.slow
 def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Path) -> None:
     """What has no routes runs too; sft leaves a model that loads."""
     model = tmp_path / "dense"

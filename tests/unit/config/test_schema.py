@@ -49,8 +49,8 @@ IMPOSSIBLE = [
     ({"data.split": "test"}, "data.split", "only dataset folders have splits"),
     ({"model.tiny.num_kv_heads": 3}, "num_kv_heads=3", "kv heads divide heads"),
     (
-        {"model.tiny.experts_per_token": 17},
-        "num_experts=16",
+        {"model.tiny.experts_per_token": 33},
+        "num_experts=32",
         "experts per token at most num experts",
     ),
     ({"policy.parallel.ep": 2}, "ep*etp=2", "experts fit the ranks"),
@@ -165,11 +165,18 @@ def test_a_configuration_cannot_change() -> None:
 def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
     values = {"trainer.output_dir": str(tmp_path), "optimizer.lr": 1e-7, "tracking.name": "off"}
     config = validate(nested(values))
-    path = save(config, "python -m rltrain.main +recipe=x")
+    path = save(config, "python -m rltrain.main", ["+recipe=x"])
     assert path.read_text().startswith("# python -m rltrain.main +recipe=x\nmodel:\n")
     assert load(tmp_path) == config
     with pytest.raises(ValueError, match="expected the folder of a run"):
         load(tmp_path / "elsewhere")
+
+
+def test_no_secret_is_saved(tmp_path: Path) -> None:
+    keys = {"rollout.engine_args.hf_token": "s3cr3t", "trainer.output_dir": str(tmp_path)}
+    path = save(validate(nested(keys)), "rl", ["+rollout.engine_args.hf_token=s3cr3t", "x=1"])
+    assert path.read_text().startswith("# rl '+rollout.engine_args.hf_token=[redacted]' x=1\n")
+    assert "s3cr3t" not in path.read_text()
 
 
 def test_the_keys_are_those_of_the_snapshot() -> None:

@@ -24,7 +24,7 @@ from rltrain.controller.preflight import (
 from rltrain.main import compose, main, start_folder
 
 ROOT = Path(__file__).parents[3]
-MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=16)
+MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=32)
 
 
 def with_layout(tp: int = 1, dp: int = 1, ep: int = 1, **sections: Any) -> Config:
@@ -98,8 +98,8 @@ def test_the_layout_divides_the_model() -> None:
         check_layout(with_layout(tp=8), MOE)
     with pytest.raises(ValueError, match="tensor_parallel=3: expected a divisor of the 4"):
         check_layout(with_layout(rollout={"tensor_parallel": 3}), MOE)
-    with pytest.raises(ValueError, match=r"ep=32: .* found 16 experts"):
-        check_layout(with_layout(dp=32, ep=32), MOE)
+    with pytest.raises(ValueError, match=r"ep=64: .* found 32 experts"):
+        check_layout(with_layout(dp=64, ep=64), MOE)
     with pytest.raises(ValueError, match=r"ep=2: .* found 0 experts"):
         check_layout(with_layout(dp=2, ep=2), MOE._replace(num_experts=0))
 

@@ -59,7 +59,7 @@ def test_the_head_multiplies_in_fp32_where_the_engine_can() -> None:
     assert chosen_args(SPEC)["hf_overrides"] == {"head_dtype": "float32"}
     assert chosen_args(with_rollout(head="params"))["hf_overrides"] == {}
     assert engine_args(SPEC, KNOWN, has_fp32_head=False)["hf_overrides"] == {}
-    with pytest.raises(ValueError, match="set rollout.head=auto"):
+    with pytest.raises(ValueError, match=r"set rollout\.head=auto"):
         engine_args(asked, KNOWN, has_fp32_head=False)
 
 

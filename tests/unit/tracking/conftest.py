@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rltrain.config.root import Config
+from rltrain.config.errors import validate
+from rltrain.config.files import save
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.tracker import Tracker
 
@@ -69,11 +70,14 @@ def run_dir(tmp_path_factory):
     """A finished run of 60 steps."""
     folder = tmp_path_factory.mktemp("run")
     noise = random.Random(0)
-    config = Config().model_dump(mode="json")
-    config["routing_replay"]["mode"] = "r3"
+    values = {"routing_replay": {"mode": "r3"}, "trainer": {"output_dir": str(folder)}}
+    config = validate(values)
+    save(config, "python -m rltrain.main", ["+recipe=grpo_moe_r3"])
     versions = {"torch": "2.13.0", "vllm": "0.30.0", "machine": "2 cores, 24 GiB, no GPU"}
     tracking = TrackingConfig(wandb="disabled")
-    with Tracker(folder, tracking, config, versions, num_steps=NUM_STEPS) as tracker:
+    with Tracker(
+        folder, tracking, config.model_dump(mode="json"), versions, num_steps=NUM_STEPS
+    ) as tracker:
         for step in range(NUM_STEPS + 1):
             tracker.log(step, step_metrics(step, noise))
             if step % 10 == 0 or step == NUM_STEPS:

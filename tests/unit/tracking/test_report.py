@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+import yaml
 
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.report import write_report
@@ -93,6 +94,7 @@ def test_what_a_model_or_a_file_says_is_text_and_never_markup(tmp_path):
         "finish_reason": "stop",
     }
     config = {"model": {"path": attack}, "trainer": {"seed": attack}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     tracking = TrackingConfig(wandb="disabled")
     tracker = Tracker(tmp_path, tracking, config, {attack: attack, "machine": attack}, num_steps=1)
     tracker.log(0, {"reward/mean": 0.0})
@@ -102,7 +104,7 @@ def test_what_a_model_or_a_file_says_is_text_and_never_markup(tmp_path):
     assert not {"script", "img"} & set(outline.tags)
     assert not [name for name, _ in outline.attributes if name.startswith("on")]
     # Model, seed, a version twice, the error; then prompt, response, answer; and the config.
-    assert "".join(outline.text).count(attack) >= 8
+    assert "".join(outline.text).count(attack) >= 11
 
 
 def test_a_run_that_failed_says_so(tmp_path, run_dir):
