@@ -2,12 +2,16 @@
 
 import hashlib
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rltrain.data.problem import Problem
+
+# torchdata's own call, which torch deprecates; nothing a user could do about it.
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 class PromptLoader:

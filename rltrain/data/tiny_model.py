@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from rltrain.config.model import ModelConfig, TinyModel
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
@@ -74,6 +75,7 @@ def save_tiny_model(tiny: TinyModel, folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    disable_progress_bar()  # of a file that takes no time
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

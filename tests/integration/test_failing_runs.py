@@ -12,7 +12,6 @@ from rltrain.main import main
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
@@ -20,6 +19,7 @@ pytestmark = [
 REWARD = "def score(response, answer, **columns):\n    raise KeyError('no such grade')\n"
 
 
+@pytest.mark.slow
 def test_routes_that_mean_nothing_and_a_reward_that_raises(start: Any, tmp_path: Path) -> None:
     (tmp_path / "broken_reward.py").write_text(REWARD)
     # In bf16 some routes differ from native ones, so a bound of 1 takes good routes for wrong ones.
