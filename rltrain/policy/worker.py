@@ -162,7 +162,11 @@ class PolicyWorker:
         return Agreement(
             num_rows=len(masked),
             shared=dict(zip(self.model.route_layers, masked.sum(0).tolist(), strict=True)),
-            flipped=flipped_before(shared < native.shape[2], shard.seq_lens),
+            flipped=flipped_before(
+                shared < native.shape[2],
+                shard.seq_lens,
+                read_above=self.model.route_layers[-1] < self.arch.num_layers - 1,
+            ),
         )
 
     def update(

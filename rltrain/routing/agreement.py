@@ -16,21 +16,21 @@ def num_shared(experts: Tensor, others: Tensor) -> Tensor:
     return (experts.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).sum(-1)
 
 
-def flipped_before(flipped: Tensor, seq_lens: Tensor) -> Tensor:
+def flipped_before(flipped: Tensor, seq_lens: Tensor, *, read_above: bool) -> Tensor:
     """True for tokens whose log-probability a flip can have touched.
 
     Row t - 1 yields the log-probability of token t: every flip there counts. The layers above a
     flip read it in every later row, through attention; above the last layer nothing does.
 
     Args:
-        flipped: a row chose at least one other expert, by layer, the model's last one last;
-            bool  # [N, L]
+        flipped: a row chose at least one other expert, by layer; bool  # [N, L]
         seq_lens: int64  # [B]
+        read_above: whether the model has layers above the last of these
 
     Returns:
         bool  # [N]
     """
-    read = flipped[:, :-1].any(1).long()
+    read = (flipped if read_above else flipped[:, :-1]).any(1).long()
     before = read.cumsum(0) - read  # flips below t, earlier sequences included
     starts = seq_lens.cumsum(0) - seq_lens
     row_before = flipped.any(1).roll(1)

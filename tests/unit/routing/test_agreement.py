@@ -25,16 +25,21 @@ def test_num_shared_is_the_size_of_the_intersection(seed: int, k: int) -> None:
 ROW = st.tuples(st.booleans(), st.booleans(), st.booleans())  # one flag a layer
 
 
-@given(st.lists(st.lists(ROW, min_size=1, max_size=6), min_size=1, max_size=5))
-def test_a_flip_touches_what_reads_it(flips: list[list[tuple[bool, bool, bool]]]) -> None:
-    """Rows before t in all layers but the last, and the row that predicts t in all."""
+@given(st.lists(st.lists(ROW, min_size=1, max_size=6), min_size=1, max_size=5), st.booleans())
+def test_a_flip_touches_what_reads_it(
+    flips: list[list[tuple[bool, bool, bool]]], read_above: bool
+) -> None:
+    """The row that predicts t in all layers; rows before it in all that a layer above reads."""
     expected = [
-        any(first or second for first, second, _ in seq[:t]) or (t > 0 and seq[t - 1][2])
+        any(first or second or (last and read_above) for first, second, last in seq[:t])
+        or (t > 0 and seq[t - 1][2])
         for seq in flips
         for t in range(len(seq))
     ]
     lens = torch.tensor([len(seq) for seq in flips])
-    found = flipped_before(torch.tensor([row for seq in flips for row in seq]), lens)
+    found = flipped_before(
+        torch.tensor([row for seq in flips for row in seq]), lens, read_above=read_above
+    )
     assert found.tolist() == expected
 
 
