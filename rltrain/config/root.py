@@ -27,6 +27,13 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()
 
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks of all rollout engines together; supervised steps generate nothing."""
+        if self.algorithm.type == "sft":
+            return 0
+        return self.rollout.num_engines * self.rollout.tensor_parallel
+
     @model_validator(mode="after")
     def mini_batches_divide_prompts(self) -> Self:
         prompts, parts = self.trainer.prompts_per_step, self.trainer.mini_batches

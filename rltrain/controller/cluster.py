@@ -66,9 +66,7 @@ def place(config: Config, num_gpus: int) -> Cluster:
         return Cluster("cpu", 0, 0)
     found = min(num_gpus, config.cluster.num_gpus or num_gpus)
     ranks = config.policy.parallel.world_size
-    engines = 0
-    if config.algorithm.type == "grpo":
-        engines = config.rollout.num_engines * config.rollout.tensor_parallel
+    engines = config.engine_ranks
     if found >= ranks + engines:
         return Cluster("cuda", 1, config.rollout.tensor_parallel)
     if found == ranks == engines == 1:

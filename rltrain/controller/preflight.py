@@ -133,9 +133,7 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
     """
     layout = config.policy.parallel
     policy = layout.world_size
-    engines = 0
-    if config.algorithm.type == "grpo":
-        engines = config.rollout.num_engines * config.rollout.tensor_parallel
+    engines = config.engine_ranks
     sums = (
         f"tp*pp*cp*dp = {layout.tp}*{layout.pp}*{layout.cp}*{layout.dp} = {policy} policy ranks "
         f"and num_engines*tensor_parallel = {engines} engine ranks"
