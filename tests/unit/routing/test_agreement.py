@@ -1,7 +1,7 @@
 """Overlap, flips, and what routers are told to choose."""
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
@@ -26,6 +26,7 @@ ROW = st.tuples(st.booleans(), st.booleans(), st.booleans())  # one flag a layer
 
 
 @given(st.lists(st.lists(ROW, min_size=1, max_size=6), min_size=1, max_size=5), st.booleans())
+@example([[(False, False, True), (False, False, False), (False, False, False)]], False)
 def test_a_flip_touches_what_reads_it(
     flips: list[list[tuple[bool, bool, bool]]], read_above: bool
 ) -> None:
