@@ -61,8 +61,8 @@ def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
         predicts = torch.full((size,), PAD)
         if n > 1:
             predicts[: n - 1] = torch.arange(start + 1, start + n)
-        tokens.append(_context_parallel_slice(reads, grid))
-        targets.append(_context_parallel_slice(predicts, grid))
+        tokens.append(context_parallel_slice(reads, grid))
+        targets.append(context_parallel_slice(predicts, grid))
         start += n
     index = torch.cat(tokens)
     return TokenLayout(
@@ -74,7 +74,7 @@ def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
     )
 
 
-def _context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
+def context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
     """Rank r takes chunk r from the front and chunk r from the back, which evens out causality."""
     if grid.cp_size == 1:
         return slots
