@@ -46,8 +46,8 @@ class Pipeline:
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
         """The layers of one chunk. Raises ValueError as `check` does."""
-        assert 0 <= stage < self.stages and 0 <= chunk < self.chunks, (stage, chunk, self)
         sizes = self._chunk_sizes(num_layers)
+        assert 0 <= stage < self.stages and 0 <= chunk < self.chunks, (stage, chunk, self)
         start = chunk * sum(sizes) + sum(sizes[:stage])
         return range(start, start + sizes[stage])
 
