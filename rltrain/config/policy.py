@@ -7,7 +7,9 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
-RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe"]
+RecomputeModule = Literal[
+    "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
+]
 
 
 class ParallelConfig(Section):
@@ -71,7 +73,7 @@ class PolicyConfig(Section):
     """Token budget of one forward pass of one rank, padding included."""
     recompute: Literal["none", "selective", "full"] = "none"
     """``full`` reruns whole layers in the backward pass, ``selective`` the modules named below."""
-    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    recompute_modules: list[RecomputeModule] = Field(default=["core_attn"])
     """For ``selective``."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """For ``full``: every layer, ``recompute_num_layers`` at a time, or only the first
@@ -91,7 +93,7 @@ class PolicyConfig(Section):
             raise ValueError(
                 f"dispatcher=allgather with pp={p.pp}, ep*etp={p.ep * p.etp} and tp*cp="
                 f"{p.tp * p.cp}: it needs equally many tokens on all ranks of an expert group, "
-                "which only ranks of one micro-batch have, and one length for all micro-batches of a pipeline; use "
-                "dispatcher=alltoall"
+                "which only ranks of one micro-batch have, and one length for all micro-batches of "
+                "a pipeline; use dispatcher=alltoall"
             )
         return self

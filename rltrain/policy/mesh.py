@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rltrain.config.policy import ParallelConfig
+from rltrain.parallel.tokens import TokenGrid
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Mesh:
     def yields_logits(self, chunk: int) -> bool:
         """Whether this stage's chunk is the last of the model."""
         return self.is_last_stage and chunk == self.vpp_size - 1
+
+    @property
+    def token_grid(self) -> TokenGrid:
+        """This rank among those that share its data-parallel rank's tokens."""
+        return TokenGrid(self.tp_size, self.tp_rank, self.cp_size, self.cp_rank)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:

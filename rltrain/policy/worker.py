@@ -15,7 +15,6 @@ from torch import Tensor
 from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
 from rltrain.batch import Batch, RouteRef
 from rltrain.config import Config
-from rltrain.parallel.tokens import TokenGrid
 from rltrain.policy import checkpoint
 from rltrain.policy.mesh import init_mesh
 from rltrain.policy.micro_batch import MicroBatch, cut
@@ -236,9 +235,7 @@ class PolicyWorker:
         return self.shard
 
     def _cut(self, plan: Plan, shard: Batch | None = None) -> list[MicroBatch]:
-        mesh = self.mesh
-        grid = TokenGrid(mesh.tp_size, mesh.tp_rank, mesh.cp_size, mesh.cp_rank)
-        return cut(shard or self._shard(), plan, grid, self.device)
+        return cut(shard or self._shard(), plan, self.mesh.token_grid, self.device)
 
     # Weights
 
