@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,8 +15,10 @@ from packaging.version import Version
 
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
+from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
 from rltrain.environments.rewards import load_reward
+from rltrain.parallel.layers import Pipeline
 from rltrain.weights.architecture import read_architecture
 
 OLDEST_VLLM = "0.26"
@@ -45,11 +48,19 @@ class Sizes(NamedTuple):
     num_kv_heads: int
     num_experts: int
     """0 for a dense model."""
+    num_layers: int
+    expert_size: int
 
 
 def read_sizes(config: Config) -> Sizes:
     model = config.model.tiny if config.model.path is None else read_architecture(config.model.path)
-    return Sizes(model.num_heads, model.num_kv_heads, model.num_experts)
+    return Sizes(
+        model.num_heads,
+        model.num_kv_heads,
+        model.num_experts,
+        model.num_layers,
+        model.expert_size,
+    )
 
 
 def check_layout(config: Config, model: Sizes) -> None:
@@ -65,6 +76,25 @@ def check_layout(config: Config, model: Sizes) -> None:
         raise ValueError(
             f"policy.parallel.ep={layout.ep}: expected a divisor of the model's experts, found "
             f"{model.num_experts} experts"
+        )
+    if layout.etp > 1 and (model.expert_size == 0 or model.expert_size % layout.etp):
+        raise ValueError(
+            f"policy.parallel.etp={layout.etp}: expected a divisor of the experts' intermediate "
+            f"size, found {model.expert_size}"
+        )
+    stages = Pipeline.of(layout)
+    for stage, chunk in product(range(layout.pp), range(layout.vpp)):
+        check_recompute(config.policy, len(stages.chunk_layers(model.num_layers, stage, chunk)))
+
+
+def check_recompute(policy: PolicyConfig, num_layers: int) -> None:
+    """Megatron reruns ``recompute_num_layers`` at a time and would run past the chunk's last."""
+    uniform = policy.recompute == "full" and policy.recompute_method == "uniform"
+    if uniform and num_layers % policy.recompute_num_layers:
+        raise ValueError(
+            f"policy.recompute_num_layers={policy.recompute_num_layers}: expected a divisor of the "
+            f"{num_layers} layers of a pipeline chunk; with policy.recompute_method=block it need "
+            "not be"
         )
 
 

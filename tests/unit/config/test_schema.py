@@ -54,7 +54,12 @@ IMPOSSIBLE = [
         "experts per token at most num experts",
     ),
     ({"policy.parallel.ep": 2}, "ep*etp=2", "experts fit the ranks"),
-    ({"policy.parallel.pp": 2}, "pp=2", "layouts that are proven"),
+    ({"policy.parallel.vpp": 2}, "vpp: pp=1 is a single stage", "one stage is not shared out"),
+    (
+        {"policy.dispatcher": "allgather", "policy.parallel.pp": 2},
+        "dispatcher=allgather with pp=2",
+        "equal lengths for allgather",
+    ),
     ({"rollout.top_p": 0.9}, "top_p=0.9", "sampling matches training"),
     ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),
     ({"rollout.engine_args": {"seed": 1}}, "seed", "engine args leave our own alone"),

@@ -24,12 +24,14 @@ from rltrain.controller.preflight import (
 from rltrain.main import compose, main, start_folder
 
 ROOT = Path(__file__).parents[3]
-MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=32)
+MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=32, num_layers=4, expert_size=48)
 
 
-def with_layout(tp: int = 1, dp: int = 1, ep: int = 1, **sections: Any) -> Config:
-    layout = {"tp": tp, "dp": dp, "ep": ep}
-    return Config.model_validate({"policy": {"parallel": layout}, **sections})
+def with_layout(policy: dict[str, Any] | None = None, **sizes: Any) -> Config:
+    """``sizes`` are of the layout, or sections of the configuration."""
+    layout = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    sections = {name: section for name, section in sizes.items() if name not in layout}
+    return Config.model_validate({"policy": {"parallel": layout, **(policy or {})}, **sections})
 
 
 def save_dense_model(folder: Path) -> None:
@@ -102,13 +104,34 @@ def test_the_layout_divides_the_model() -> None:
         check_layout(with_layout(dp=64, ep=64), MOE)
     with pytest.raises(ValueError, match=r"ep=2: .* found 0 experts"):
         check_layout(with_layout(dp=2, ep=2), MOE._replace(num_experts=0))
+    with pytest.raises(ValueError, match="etp=32: expected a divisor of the experts'.* found 48"):
+        check_layout(with_layout(dp=32, etp=32), MOE)
+
+
+def test_stages_share_out_the_layers() -> None:
+    check_layout(with_layout(pp=2, vpp=2), MOE)
+    check_layout(with_layout(pp=2, first_stage_layers=1), MOE)
+    with pytest.raises(ValueError, match="policy.parallel.pp=3"):
+        check_layout(with_layout(pp=3), MOE)
+    with pytest.raises(ValueError, match="policy.parallel.vpp=4"):
+        check_layout(with_layout(pp=2, vpp=4), MOE)
+
+
+def test_recomputation_fits_every_chunk() -> None:
+    twice = {"recompute": "full", "recompute_num_layers": 2}
+    check_layout(with_layout(twice, pp=2), MOE)
+    with pytest.raises(ValueError, match="recompute_num_layers=2: expected a divisor of the 1"):
+        check_layout(with_layout(twice, pp=2, vpp=2), MOE)
+    check_layout(with_layout(twice | {"recompute_method": "block"}, pp=2, vpp=2), MOE)
 
 
 def test_the_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     assert read_sizes(Config()) == MOE
     save_dense_model(tmp_path)
     config = Config.model_validate({"model": {"path": str(tmp_path)}})
-    assert read_sizes(config) == Sizes(num_heads=4, num_kv_heads=2, num_experts=0)
+    assert read_sizes(config) == Sizes(
+        num_heads=4, num_kv_heads=2, num_experts=0, num_layers=2, expert_size=0
+    )
 
 
 def test_ranks_fit_the_cores() -> None:
