@@ -79,6 +79,4 @@ def _capture(config: Config, arch: Architecture) -> RouteCapture | None:
         num_experts=arch.num_experts,
         experts_per_token=arch.experts_per_token,
     )
-    # One block of layers per pipeline stage, so that no node receives layers its ranks do not own.
-    stages = config.policy.parallel.pp
-    return RouteCapture(shape, len(arch.moe_layers) // stages, RouteStore.remote())
+    return RouteCapture(shape, RouteStore.remote(), fallback=config.routing_replay.fallback)

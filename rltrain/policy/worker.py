@@ -102,22 +102,15 @@ class PolicyWorker:
         self.recorded_routes = None
         refs = shard.rollout_expert_indices
         if isinstance(refs, tuple):
-            layers = self._layer_slice()
-            rows = [torch.from_numpy(routes) for routes in fetch_routes(refs, layers)]
+            rows = [
+                torch.from_numpy(routes) for routes in fetch_routes(refs, self.model.route_layers)
+            ]
             # The last token of a sequence has no route: its row is False in route_mask.
             last = rows[0].new_zeros(1, *rows[0].shape[1:])
             shard = shard.with_fields(
                 rollout_expert_indices=torch.cat([x for r in rows for x in (r, last)])
             )
         self.shard = shard
-
-    def _layer_slice(self) -> slice:
-        """This stage's layers, counted among all that have a router."""
-        owned = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
-        assert owned == list(range(owned[0], owned[0] + len(owned))), (
-            f"layers {owned} are not contiguous"
-        )
-        return slice(owned[0], owned[-1] + 1)
 
     def score(
         self,
