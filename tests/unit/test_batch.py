@@ -70,7 +70,8 @@ def test_blocks_that_do_not_hold_the_layers_are_refused(fields: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    "missing", [((-1, 1),), ((0, 7),), ((2, 2),), ((3, 4), (1, 2)), ((1, 3), (2, 4)), ((1, 2), (2, 3))]
+    "missing",
+    [((-1, 1),), ((0, 7),), ((2, 2),), ((3, 4), (1, 2)), ((1, 3), (2, 4)), ((1, 2), (2, 3))],
 )
 def test_missing_rows_lie_apart_and_within(missing: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="missing rows in order, apart, and from 0 to 6"):

@@ -65,7 +65,10 @@ def test_batch_holds_every_rollout_in_order(parts: list[tuple[Any, Any, int]]) -
 
 def test_missing_rows_are_out_of_the_mask_of_their_own_sample() -> None:
     routes = route_ref(4, missing=((0, 1), (2, 4))), route_ref(2, missing=((1, 2),))
-    rollouts = [rollout((1, 2), (3, 4, 5), routes=routes[0]), rollout((1, 2), (3,), routes=routes[1])]
+    rollouts = [
+        rollout((1, 2), (3, 4, 5), routes=routes[0]),
+        rollout((1, 2), (3,), routes=routes[1]),
+    ]
     batch = build_batch(rollouts, 2)
     assert batch.route_mask is not None
     assert batch.route_mask.tolist() == [False, True, False, False, False, True, False, False]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def test_what_cannot_be_used_is_missing_and_the_rest_is_kept(
 ) -> None:
     given_ = well_formed()
     routes: list[RouteIds | None] = [*well_formed()[:2], spoil(well_formed()[2])]
-    with pytest.raises(ValueError, match="vLLM 0.30.0, prompt b sample 0"):
+    with pytest.raises(ValueError, match=r"vLLM 0\.30\.0, prompt b sample 0"):
         check(list(routes))
     found = check(routes, fallback="live")
     assert [sample.missing for sample in found] == [(), (), missing]
@@ -159,7 +160,9 @@ def test_what_cannot_be_used_is_missing_and_the_rest_is_kept(
     assert found[2].ids.shape == (8, 2, 3)
     lost = {row for start, end in missing for row in range(start, end)}
     for row, (experts, true) in enumerate(zip(found[2].ids, given_[2][:, [1, 3]], strict=True)):
-        assert all(len(set(layer)) == 3 and set(layer) <= set(range(8)) for layer in experts.tolist())
+        assert all(
+            len(set(layer)) == 3 and set(layer) <= set(range(8)) for layer in experts.tolist()
+        )
         assert row in lost or np.array_equal(experts, true)
 
 
@@ -208,15 +211,43 @@ def test_a_layer_that_repeats_alone_may_be_a_collapsed_router() -> None:
 
 # Top-1 models
 
-ONE = RouteShape(num_layers=1, moe_layers=(0,), num_experts=8, experts_per_token=1)
+TOP_1 = RouteShape(num_layers=2, moe_layers=(0, 1), num_experts=8, experts_per_token=1)
 
 
-def zeros(rows: int) -> RouteIds:
-    return np.zeros((rows, 1, 1), dtype=np.uint8)
+def zero_in_layer_1(rows: int) -> RouteIds:
+    routes = np.random.default_rng(rows).integers(0, 8, (rows, 2, 1), dtype=np.uint8)
+    routes[:, 1] = 0
+    return routes
+
+
+def check_top_1(
+    rows: list[int], *, more: tuple[RouteIds, ...] = (), each: int = 10**6
+) -> list[Any]:
+    """Of samples of all-zero rows in layer 1, ``each`` how many different tokens one may have."""
+    routes = [*map(zero_in_layer_1, rows), *more]
+    tokens = [[i % each + 1000 * s for i in range(len(r) + 1)] for s, r in enumerate(routes)]
+    names = [f"s{n}" for n in range(len(routes))]
+    return [r.missing for r in check_routes(routes, tokens, TOP_1, names, "vLLM", "live")]
 
 
 def test_a_top_1_model_may_choose_expert_0_for_a_while_but_not_for_ever() -> None:
-    # Every route equal is also what a stale row looks like: a bad row of another expert breaks it.
     n = CHANCE_TOKENS
-    few = list(range(n // 2))
-    check_routes([zeros(n // 2 - 1)] * 2, [few, few], ONE, ["a", "b"], "vLLM")
+    assert check_top_1([n - 1]) == [()]
+    assert check_top_1([n]) == [((0, n),)]
+    assert check_top_1([n], each=n - 1) == [()]
+    with pytest.raises(ValueError, match="s, layer 1: every row of this layer is zero"):
+        check_routes([zero_in_layer_1(n)], [list(range(n + 1))], TOP_1, ["s"], "vLLM")
+
+
+def test_short_top_1_samples_are_judged_together() -> None:
+    honest = zero_in_layer_1(5)
+    honest[3, 1] = 4
+    assert check_top_1([16] * 4) == [((0, 16),)] * 4
+    assert check_top_1([16] * 3) == [()] * 3
+    assert check_top_1([16] * 4, more=(honest,)) == [()] * 5  # the layer was captured
+    assert check_top_1([16, 64, 16], more=(honest,)) == [(), ((0, 64),), (), ()]
+
+
+def test_the_only_expert_is_not_a_layer_of_zeros() -> None:
+    shape = RouteShape(num_layers=1, moe_layers=(0,), num_experts=1, experts_per_token=1)
+    check_routes([np.zeros((99, 1, 1), dtype=np.uint8)], [list(range(100))], shape, ["s"], "vLLM")

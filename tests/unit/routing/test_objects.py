@@ -64,7 +64,9 @@ BLOCKS = st.sampled_from([(6,), (1, 5), (2, 2, 2), (1, 1, 1, 1, 1, 1), (3, 1, 2)
 @given(BLOCKS, st.lists(st.sampled_from(LAYERS), unique=True))
 @example((3, 1, 2), [9, 1, 6])  # out of order, from blocks apart
 @example((1, 5), [])
-def test_any_layers_can_be_read_back_in_any_order(blocks: tuple[int, ...], layers: list[int]) -> None:
+def test_any_layers_can_be_read_back_in_any_order(
+    blocks: tuple[int, ...], layers: list[int]
+) -> None:
     ids, arrays, refs = packed(blocks)
     for sample, ref in zip(ids, refs, strict=True):
         found = fetched(ref, arrays, layers)
@@ -79,7 +81,9 @@ def test_only_the_blocks_that_hold_the_layers_are_needed() -> None:
     assert blocks_of(ref, [6]) == [1]
 
 
-def test_samples_in_several_objects_keep_their_blocks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_in_several_objects_keep_their_blocks_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(objects, "OBJECT_BYTES", 50)
     ids, arrays, refs = packed((4, 2), rows=(3, 5, 2, 4))
     assert [ref.blocks for ref in refs] == [(0, 1), (2, 3), (4, 5), (4, 5)]
