@@ -64,6 +64,12 @@ IMPOSSIBLE = [
     ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),
     ({"rollout.engine_args": {"seed": 1}}, "seed", "engine args leave our own alone"),
     ({"routing_replay.mode": "r3", "routing_replay.capture": False}, "capture", "r3 needs capture"),
+    ({"routing_replay.fallback": "live"}, "fallback=live", "only replayed rows fall back"),
+    (
+        {"routing_replay.mode": "r2", "routing_replay.fallback": "r2"},
+        "mode=r2 replays none",
+        "only replayed rows fall back",
+    ),
     ({"trainer.resume": "auto"}, "output_dir", "resuming needs a fixed folder"),
     ({"cluster.device": "cpu", "cluster.num_gpus": 1}, "num_gpus=1", "gpus are for cuda"),
     ({"trainer.mini_batches": 3}, "trainer.mini_batches=3", "mini batches divide prompts"),

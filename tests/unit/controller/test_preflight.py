@@ -104,16 +104,16 @@ def test_the_layout_divides_the_model() -> None:
         check_layout(with_layout(dp=64, ep=64), MOE)
     with pytest.raises(ValueError, match=r"ep=2: .* found 0 experts"):
         check_layout(with_layout(dp=2, ep=2), MOE._replace(num_experts=0))
-    with pytest.raises(ValueError, match="etp=32: expected a divisor of the experts'.* found 48"):
+    with pytest.raises(ValueError, match=r"etp=32: expected a divisor of the experts'.* found 48"):
         check_layout(with_layout(dp=32, etp=32), MOE)
 
 
 def test_stages_share_out_the_layers() -> None:
     check_layout(with_layout(pp=2, vpp=2), MOE)
     check_layout(with_layout(pp=2, first_stage_layers=1), MOE)
-    with pytest.raises(ValueError, match="policy.parallel.pp=3"):
+    with pytest.raises(ValueError, match=r"policy\.parallel\.pp=3"):
         check_layout(with_layout(pp=3), MOE)
-    with pytest.raises(ValueError, match="policy.parallel.vpp=4"):
+    with pytest.raises(ValueError, match=r"policy\.parallel\.vpp=4"):
         check_layout(with_layout(pp=2, vpp=4), MOE)
 
 
