@@ -100,6 +100,9 @@ class Batch:
     # On the controller references only, one per sequence; [N, L, K] uint8 (E <= 256) or int16 bits
     # of uint16 in a policy worker.
     rollout_expert_indices: Tensor | tuple[RouteRef, ...] | None = _dims("N", "L", "K")
+    # In a policy worker alone: what its routers are to choose, and in which rows they must.
+    replay_expert_indices: Tensor | None = _dims("N", "L", "K")
+    replay_mask: Tensor | None = _dims("N")
 
     def __post_init__(self) -> None:
         sizes: dict[str, int] = {}

@@ -22,6 +22,9 @@ class RoutingReplayConfig(Section):
     """Mean share of a token's experts that native routing also picks, per layer, below which a run
     in mode r3 stops and names the layer. Chance is K/E."""
     reference: Literal["native", "replay"] = "native"
+    trace: bool = False
+    """Compare hashes of what every router read and used, in every replayed pass, with those that
+    the engine took of tokens and routes; a difference ends the run. Gathers the routes to do so."""
     fallback: Fallback = "error"
     """What a row whose captured route is missing or malformed does: ``error`` stops the run and
     names sample, row and layer; ``live`` lets the row choose anew in every pass; ``r2`` lets it

@@ -104,6 +104,11 @@ def assemble(ref: RouteRef, arrays: Mapping[int, RouteIds], layers: Sequence[int
     return found
 
 
+def block_layers(ref: RouteRef) -> list[tuple[int, ...]]:
+    """The layers of each block."""
+    return [ref.layers[span] for span in _spans(ref.block_sizes)]
+
+
 def _spans(block_sizes: Sequence[int]) -> list[slice]:
     """Where each block lies on the layer dim."""
     ends = accumulate(block_sizes)
