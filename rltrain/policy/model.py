@@ -1,6 +1,7 @@
 """The Megatron model of an architecture on this rank."""
 
 import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rltrain.config.policy import PolicyConfig, PrecisionConfig
+from rltrain.policy.guards import check_armed, check_replayable, check_schedule
+from rltrain.policy.megatron_args import megatron_config
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.torch_backend import torch_block_spec
 from rltrain.weights.architecture import Architecture
@@ -40,8 +43,15 @@ def build_model(
 
     With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer;
     without, its parameters ask for no gradient (a reference model).
+
+    Raises:
+        ValueError: ``policy.megatron_args`` asks for what Megatron lacks, what rltrain sets itself,
+            or what would spoil training or replay.
     """
     config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
+    check_schedule(config)
+    if config.moe_enable_routing_replay:
+        check_replayable(config, version("megatron-core"))
     model = GPTModel(
         config,
         _block_spec(config, policy, device),
@@ -55,6 +65,9 @@ def build_model(
     )
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
+    if config.moe_enable_routing_replay:
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        check_armed(decoder_routers(model), [i for i in layers if i in arch.moe_layers])
     if policy.precision.head == "fp32" and mesh.is_last_stage:
         model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
     if not ddp:
@@ -96,7 +109,8 @@ def transformer_config(
     routing_replay: bool,
 ) -> TransformerConfig:
     dtype = params_dtype(policy.precision, device)
-    return TransformerConfig(
+    return megatron_config(
+        policy.megatron_args,
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_size,
