@@ -185,8 +185,8 @@ def check_armed(routers: Mapping[int, TopKRouter], expected_layers: Sequence[int
         )
     if bare := sorted(layer for layer, router in routers.items() if router.router_replay is None):
         raise RuntimeError(
-            f"layers {bare}: Megatron built these routers without RouterReplay, so they would route "
-            "natively; build the model with moe_enable_routing_replay=True"
+            f"layers {bare}: Megatron built these routers without RouterReplay, so they would "
+            "route natively; build the model with moe_enable_routing_replay=True"
         )
 
 

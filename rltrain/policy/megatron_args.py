@@ -1,4 +1,4 @@
-"""What ``policy.megatron_args`` may set: whatever Megatron takes that rltrain does not set itself."""
+"""What ``policy.megatron_args`` may set: what Megatron takes and rltrain does not set itself."""
 
 import dataclasses
 import difflib
