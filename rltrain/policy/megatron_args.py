@@ -16,7 +16,9 @@ INSTEAD = {
     "tensor_model_parallel_size": "policy.parallel.tp",
     "sequence_parallel": "policy.parallel.tp",
     "pipeline_model_parallel_size": "policy.parallel.pp",
-    "virtual_pipeline_model_parallel_size": "policy.parallel.pp",
+    "virtual_pipeline_model_parallel_size": "policy.parallel.vpp",
+    "num_layers_in_first_pipeline_stage": "policy.parallel.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "policy.parallel.last_stage_layers",
     "context_parallel_size": "policy.parallel.cp",
     "expert_model_parallel_size": "policy.parallel.ep",
     "expert_tensor_parallel_size": "policy.parallel.etp",
@@ -29,9 +31,9 @@ INSTEAD = {
     "moe_permute_fusion": "policy.transformer_engine",
     "moe_enable_routing_replay": "routing_replay.mode",
     "recompute_granularity": "policy.recompute",
-    "recompute_method": "policy.recompute",
-    "recompute_num_layers": "policy.recompute",
-    "recompute_modules": "policy.recompute",
+    "recompute_method": "policy.recompute_method",
+    "recompute_num_layers": "policy.recompute_num_layers",
+    "recompute_modules": "policy.recompute_modules",
     "moe_layer_recompute": "policy.recompute",
     "num_microbatches_with_partial_activation_checkpoints": "policy.recompute",
 }
@@ -39,8 +41,6 @@ INSTEAD = {
 
 ALWAYS_OURS = INSTEAD.keys() | {
     "num_moe_experts",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",

@@ -56,7 +56,8 @@ def check_our_fields_are_refused(mesh: Any) -> None:
         "moe_router_topk": "leave it out",
         "recompute_granularity": "policy.recompute",
         "moe_token_dispatcher_type": "policy.dispatcher",
-        "virtual_pipeline_model_parallel_size": "policy.parallel.pp",
+        "virtual_pipeline_model_parallel_size": "policy.parallel.vpp",
+        "batch_p2p_comm": "leave it out",
     }.items():
         with pytest.raises(ValueError, match=rf"{field}: rltrain sets .*{key}"):
             build(mesh, **{field: 1})
