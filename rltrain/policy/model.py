@@ -1,6 +1,7 @@
 """The Megatron model of an architecture on this rank."""
 
 import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
+from rltrain.parallel.layers import Pipeline, route_layers
+from rltrain.policy.guards import check_armed, check_replayable, check_schedule
+from rltrain.policy.megatron_args import megatron_config
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.torch_backend import torch_block_spec
 from rltrain.weights.architecture import Architecture
@@ -40,8 +44,15 @@ def build_model(
 
     With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer;
     without, its parameters ask for no gradient (a reference model).
+
+    Raises:
+        ValueError: ``policy.megatron_args`` asks for what Megatron lacks, what rltrain sets itself,
+            or what would spoil training or replay.
     """
     config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
+    check_schedule(config)
+    if config.moe_enable_routing_replay:
+        check_replayable(config, version("megatron-core"))
     chunks = []
     for number in range(mesh.vpp_size):
         chunk = _build_chunk(config, arch, policy, mesh, number, device)
@@ -81,9 +92,22 @@ def _build_chunk(
     )
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
+    if config.moe_enable_routing_replay:
+        check_armed(decoder_routers(model), _route_layers(arch, policy, mesh, number))
     if policy.precision.head == "fp32" and mesh.yields_logits(number):
         model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
     return model
+
+
+def _route_layers(
+    arch: Architecture, policy: PolicyConfig, mesh: Mesh, number: int
+) -> tuple[int, ...]:
+    """The layers with a router that this chunk should have, without asking Megatron."""
+    sizes = policy.parallel
+    pipeline = Pipeline(
+        mesh.pp_size, mesh.vpp_size, sizes.first_stage_layers, sizes.last_stage_layers
+    )
+    return route_layers(pipeline, arch.num_layers, arch.moe_layers, mesh.pp_rank, number)
 
 
 def decoder_layers(chunk: torch.nn.Module) -> list[int]:
@@ -122,7 +146,8 @@ def transformer_config(
     routing_replay: bool,
 ) -> TransformerConfig:
     dtype = params_dtype(policy.precision, device)
-    return TransformerConfig(
+    return megatron_config(
+        policy.megatron_args,
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_size,

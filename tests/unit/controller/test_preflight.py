@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from rltrain.config import Config
 from rltrain.controller.preflight import (
     Sizes,
     check_data,
-    check_engine,
     check_layout,
     check_output,
     check_ranks,
@@ -167,26 +165,6 @@ def test_no_visible_gpu_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device(Config().cluster) == "cpu"
     assert device(Config.model_validate({"cluster": {"device": "cuda"}}).cluster) == "cuda"
-
-
-def test_the_installed_engine_is_new_enough() -> None:
-    check_engine()
-
-
-def test_an_old_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = tmp_path / "vllm-0.19.1.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.19.1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert metadata.version("vllm") == "0.19.1"
-    with pytest.raises(ValueError, match=r"expected vllm 0.26 or newer.*found 0.19.1: pip install"):
-        check_engine()
-
-
-def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(ValueError, match=r"expected vLLM 0.26 or newer.*found none: install"):
-        check_engine()
 
 
 def test_data_is_there(tmp_path: Path) -> None:
