@@ -50,6 +50,7 @@ class RouteRef:
     dtype: str
     block_sizes: tuple[int, ...]  # layers per block
     checksums: tuple[int, ...]  # one per block, of the sample's own rows
+    token_checksum: int  # of the tokens that the rows read
     blocks: tuple[Any, ...]
     weight_version: int
     producer: str  # e.g. "vLLM 0.30.0"

@@ -17,6 +17,9 @@ class AlgorithmConfig(Section):
     normalize_by_std: bool = True
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.2
+    bypass_old_logprobs: bool = False
+    """Take the rollout's log-probabilities for the old ones, and save the pass that computes them.
+    The importance ratio then spans the mismatch of engine and trainer, too."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference in the loss; 0 builds no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

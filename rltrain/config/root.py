@@ -77,6 +77,18 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def what_is_recorded_needs_the_pass_that_records(self) -> Self:
+        replay = self.routing_replay
+        if self.algorithm.bypass_old_logprobs and "r2" in (replay.mode, replay.fallback):
+            raise ValueError(
+                "algorithm.bypass_old_logprobs=true leaves out the log-probability pass, in which "
+                f"routing_replay.mode={replay.mode}, fallback={replay.fallback} records the "
+                "routes that the update replays: use mode=r3 with another fallback, or recompute "
+                "the old log-probabilities"
+            )
+        return self
+
+    @model_validator(mode="after")
     def a_replayed_reference_exists(self) -> Self:
         if self.routing_replay.reference == "replay" and (
             self.routing_replay.mode == "off" or self.algorithm.kl_coef == 0

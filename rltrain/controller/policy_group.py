@@ -14,6 +14,7 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import Plan, StepPlan, plan_step
+from rltrain.parallel.tokens import TokenGrid, padded_lengths
 from rltrain.policy.actor import PolicyActor
 from rltrain.policy.types import Agreement, Scored, StageScored, Updated
 
@@ -122,6 +123,19 @@ class PolicyGroup:
         shards = [batch.select(rows) for rows in self._plan.shards]
         sent = [ray.put({name: getattr(shard, name) for name in fields}) for shard in shards]
         return [self._update_once(plan, sent, routing) for plan in self._plan.updates]
+
+    @property
+    def padded_fraction(self) -> float:
+        """Padding among the rows that routers see in the step's updates."""
+        parallel, lens = self._config.policy.parallel, self._batch.seq_lens.tolist()
+        grid = TokenGrid(tp_size=parallel.tp, cp_size=parallel.cp)
+        slots = sum(
+            sum(padded_lengths([lens[shard[i]] for i in micro_batch], grid))
+            for plan in self._plan.updates
+            for shard, cuts in zip(self._plan.shards, plan, strict=True)
+            for micro_batch in cuts
+        )
+        return 1 - self._batch.num_tokens / slots
 
     def _update_once(self, plan: Plan, sent: Sequence[Any], routing: str) -> Updated:
         """``plan`` and ``sent`` are by data-parallel rank."""

@@ -10,7 +10,7 @@ from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.routing import RoutingReplayConfig
-from rltrain.policy.types import Agreement, Updated
+from rltrain.policy.types import NO_FLIP, Agreement, Updated
 from rltrain.routing.fallback import batch_share, check_budget, missing_rows, surviving_tokens
 
 
@@ -126,6 +126,7 @@ def rollout_metrics(batch: Batch, num_truncated: int) -> dict[str, float]:
         (route_mask,) = batch.require("route_mask")
         metrics["routing/coverage"] = float(route_mask.sum()) / owed
         metrics["routing/bytes_per_token"] = float(row_bytes)
+        metrics["routing/host_bytes"] = float(row_bytes * sum(ref.rows for ref in refs))
     return metrics
 
 
@@ -136,17 +137,30 @@ def per_sequence_sum(values: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, float]:
-    """Share of a row's experts that native routing also picks, overall and by layer."""
+    """Share of a row's experts that native routing also picks, by layer and by where in its
+    sequence the row lies; where rows first differ; the gate weight that replay keeps."""
     if agreement.num_rows == 0:
         return {}
-    layers = {
-        layer: shared / (agreement.num_rows * experts_per_token)
-        for layer, shared in agreement.shared.items()
+    num_rows, num_layers = agreement.num_rows, len(agreement.shared)
+    layers = {n: shared / (num_rows * experts_per_token) for n, shared in agreement.shared.items()}
+    parts = {
+        part: shared / (rows * num_layers * experts_per_token)
+        for part, (rows, shared) in enumerate(
+            zip(agreement.part_rows, agreement.part_shared, strict=True)
+        )
+        if rows
     }
+    gates = {layer: mass / num_rows for layer, mass in agreement.gate_mass.items()}
+    first = agreement.first_flip[agreement.first_flip != NO_FLIP]
     return {
-        "routing/overlap": sum(layers.values()) / len(layers),
+        "routing/overlap": sum(layers.values()) / num_layers,
         "routing/overlap_min": min(layers.values()),
         **{f"routing/overlap/layer_{layer}": value for layer, value in layers.items()},
+        **{f"routing/overlap/part_{part}": value for part, value in parts.items()},
+        "routing/gate_mass": sum(gates.values()) / num_layers,
+        **{f"routing/gate_mass/layer_{layer}": value for layer, value in gates.items()},
+        "routing/differing_row_fraction": len(first) / num_rows,
+        **({"routing/first_differing_layer": float(first.float().mean())} if len(first) else {}),
     }
 
 

@@ -87,6 +87,8 @@ class Trainer:
             )
         with timer.phase("update"):
             metrics |= stages.update_metrics(self.update(batch))
+            if self.arch.moe_layers:
+                metrics["routing/padded_fraction"] = self.policy.padded_fraction
         with timer.phase("weight_sync"):
             self.sync_weights()
         if self.evaluator.is_due(step):
@@ -130,20 +132,30 @@ class Trainer:
         metrics |= found
         return batch
 
-    def score(self, batch: Batch, step: int) -> tuple[Batch, Scored]:
-        """Old log-probabilities: R3 replays the rollout's routes here, R2 records its own."""
-        mode = self.config.routing_replay.mode
-        if mode == "r3":
+    def score(self, batch: Batch, step: int) -> tuple[Batch, Scored | None]:
+        """Old log-probabilities: R3 replays the rollout's routes here, R2 records its own.
+
+        With ``algorithm.bypass_old_logprobs`` the rollout's stand in for them, and the pass is made
+        on sampled steps alone, for what it measures.
+        """
+        replay, bypass = self.config.routing_replay, self.config.algorithm.bypass_old_logprobs
+        if replay.mode == "r3":
             batch.require("rollout_expert_indices")
-        scored = self.policy.score(
-            routing="rollout" if mode == "r3" else "native",
-            measure=self.measures(batch, step),
-            record=mode == "r2",
-        )
+        scored = None
+        if not bypass or self.measures(batch, step):
+            scored = self.policy.score(
+                routing="rollout" if replay.mode == "r3" else "native",
+                measure=self.measures(batch, step),
+                record=replay.mode == "r2" or replay.fallback == "r2",
+            )
+        if bypass or scored is None:
+            return batch.with_fields(old_logprobs=batch.rollout_logprobs), scored
         return batch.with_fields(old_logprobs=scored.logprobs), scored
 
-    def compare_with_native(self, batch: Batch, scored: Scored) -> dict[str, float]:
+    def compare_with_native(self, batch: Batch, scored: Scored | None) -> dict[str, float]:
         """How far the trainer is from the rollout: as trained and, on sampled steps, natively."""
+        if scored is None:
+            return {}
         assert batch.rollout_logprobs is not None
         compared = batch.rollout_logprobs, batch.response_mask
         if scored.agreement is None:

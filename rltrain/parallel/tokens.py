@@ -59,10 +59,7 @@ class TokenLayout:
 
 def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
     """Lay ``seq_lens`` out for one rank. No sequence at all gives one padding-only sequence."""
-    padded = [n + -n % grid.seq_align for n in seq_lens] or [0]
-    padded[-1] += -sum(padded) % grid.total_align
-    if sum(padded) == 0:
-        padded[-1] = grid.total_align
+    padded = padded_lengths(seq_lens, grid)
     tokens, targets, start = [], [], 0
     for n, size in zip(seq_lens or [0], padded, strict=True):
         reads = torch.full((size,), PAD)
@@ -81,6 +78,15 @@ def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
         cu_seqlens=torch.tensor([0, *torch.tensor(padded).cumsum(0).tolist()], dtype=torch.int32),
         max_seqlen=max(padded),
     )
+
+
+def padded_lengths(seq_lens: list[int], grid: TokenGrid) -> list[int]:
+    """Slots of each sequence, over all ranks that share it."""
+    padded = [n + -n % grid.seq_align for n in seq_lens] or [0]
+    padded[-1] += -sum(padded) % grid.total_align
+    if sum(padded) == 0:
+        padded[-1] = grid.total_align
+    return padded
 
 
 def context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:

@@ -4,6 +4,7 @@ The two bytes are an int16 holding the bits of a uint16, because torch and NCCL 
 """
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -40,3 +41,8 @@ def decode(routes: Tensor) -> Tensor:
 
 def checksum(routes: RouteIds) -> int:
     return zlib.crc32(np.ascontiguousarray(routes).tobytes())
+
+
+def token_checksum(tokens: Sequence[int]) -> int:
+    """Of a sample's prompt and response; its last token is read by no router and left out."""
+    return checksum(np.asarray(tokens[:-1], dtype=np.int64))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rltrain.config.routing import Fallback
 from rltrain.routing.agreement import spread_experts
-from rltrain.routing.codec import RouteIds
+from rltrain.routing.codec import RouteIds, token_checksum
 from rltrain.routing.runs import runs, stale_runs
 
 # A layer that sent this many different tokens to expert 0 alone was not captured; fewer may be
@@ -37,6 +37,7 @@ class CheckedRoutes:
     """One sample's routes after the check: every row is well-formed."""
 
     ids: RouteIds  # [tokens - 1, L, K], L the layers that have a router
+    token_checksum: int  # `rltrain.routing.codec.token_checksum`
     missing: tuple[tuple[int, int], ...] = ()  # ranges of rows that hold arbitrary experts
     faults: tuple[str, ...] = ()  # why they are missing
 
@@ -82,7 +83,8 @@ def check_routes(
             unusable[fault.rows] = True
         if faults:
             ids = _replaced(ids, unusable, shape)
-        checked.append(CheckedRoutes(ids, tuple(runs(unusable)), messages))
+        missing = tuple(runs(unusable))
+        checked.append(CheckedRoutes(ids, token_checksum(ids_of), missing, messages))
     return checked
 
 

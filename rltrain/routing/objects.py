@@ -40,6 +40,7 @@ def pack(
             start_row=start,
             rows=len(array),
             missing=sample.missing,
+            token_checksum=sample.token_checksum,
             layers=shape.moe_layers,
             experts_per_token=shape.experts_per_token,
             num_experts=shape.num_experts,

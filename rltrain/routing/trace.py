@@ -7,17 +7,11 @@ whatever lay between, transport, slicing, packing, schedule, did not change them
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from rltrain.batch import RouteRef
-from rltrain.routing.codec import checksum
+from rltrain.routing.codec import checksum, token_checksum
 from rltrain.routing.objects import block_layers
-
-
-def token_checksum(tokens: Sequence[int]) -> int:
-    """Of a sample's prompt and response; the last token is read by nobody and left out."""
-    return checksum(np.asarray(tokens[:-1], dtype=np.int64))
 
 
 def check_trace(

@@ -159,7 +159,42 @@ ROUTING = (
         RESPONSE_TOKENS,
         when="sampled",
     ),
+    _routing(
+        "routing/overlap/part_{part}",
+        "the overlap in one quarter of every sequence, counted from 0",
+        "captured rows there",
+        when="sampled",
+        better="higher",
+    ),
+    _routing(
+        "routing/gate_mass",
+        "gate weight of the experts used over that of the native choice",
+        ROWS,
+        when="sampled",
+        better="higher",
+    ),
+    _routing(
+        "routing/gate_mass/layer_{layer}",
+        "the gate mass of one layer, by global layer number",
+        "captured rows",
+        when="sampled",
+        better="higher",
+    ),
+    _routing(
+        "routing/differing_row_fraction",
+        "rows that native routing would send elsewhere in some layer",
+        "captured rows",
+        when="sampled",
+    ),
+    _routing(
+        "routing/first_differing_layer",
+        "the lowest layer in which a row differs, by global layer number",
+        "differing rows",
+        when="sampled",
+    ),
+    _routing("routing/padded_fraction", "padding rows of an update", "rows that routers see"),
     _routing("routing/bytes_per_token", "bytes of captured routes", "captured rows", "B"),
+    _routing("routing/host_bytes", "bytes of the step's routes in the object store", "-", "B"),
 )
 
 _rollout = partial(Metric, section="rollout")

@@ -54,6 +54,7 @@ def route_ref(**fields: Any) -> RouteRef:
         "dtype": "uint8",
         "block_sizes": (1, 2),
         "checksums": (0, 0),
+        "token_checksum": 0,
         "blocks": ("a", "b"),
         "weight_version": 0,
         "producer": "vLLM 0.30.0",

@@ -70,6 +70,20 @@ IMPOSSIBLE = [
         "mode=r2 replays none",
         "only replayed rows fall back",
     ),
+    (
+        {"algorithm.bypass_old_logprobs": True, "routing_replay.mode": "r2"},
+        "mode=r2, fallback=error records the routes",
+        "what is recorded needs the pass that records",
+    ),
+    (
+        {
+            "algorithm.bypass_old_logprobs": True,
+            "routing_replay.mode": "r3",
+            "routing_replay.fallback": "r2",
+        },
+        "mode=r3, fallback=r2 records the routes",
+        "what is recorded needs the pass that records",
+    ),
     ({"trainer.resume": "auto"}, "output_dir", "resuming needs a fixed folder"),
     ({"cluster.device": "cpu", "cluster.num_gpus": 1}, "num_gpus=1", "gpus are for cuda"),
     ({"trainer.mini_batches": 3}, "trainer.mini_batches=3", "mini batches divide prompts"),

@@ -9,22 +9,45 @@ import torch
 from rltrain.batch import Batch, RouteRef
 from rltrain.config.routing import RoutingReplayConfig
 from rltrain.controller.stages import overlap_metrics, rollout_metrics, with_fallback
-from rltrain.policy.types import Agreement
+from rltrain.policy.types import NO_FLIP, Agreement
 
 
 def test_overlap_is_a_mean_over_captured_rows() -> None:
     """Two rows of K = 2: three of four experts shared in layer 0, two of four in layer 3."""
-    agreement = Agreement(num_rows=2, shared={0: 3, 3: 2}, flipped=torch.zeros(3, dtype=torch.bool))
+    agreement = Agreement(
+        num_rows=2,
+        shared={0: 3, 3: 2},
+        gate_mass={0: 1.8, 3: 1.0},
+        part_rows=(1, 0, 1, 0),
+        part_shared=(4, 0, 1, 0),
+        flipped=torch.zeros(3, dtype=torch.bool),
+        first_flip=torch.tensor([NO_FLIP, 3, NO_FLIP]),
+    )
     assert overlap_metrics(agreement, experts_per_token=2) == {
         "routing/overlap": pytest.approx(0.625),
         "routing/overlap_min": 0.5,
         "routing/overlap/layer_0": 0.75,
         "routing/overlap/layer_3": 0.5,
+        "routing/overlap/part_0": 1.0,
+        "routing/overlap/part_2": 0.25,
+        "routing/gate_mass": pytest.approx(0.7),
+        "routing/gate_mass/layer_0": 0.9,
+        "routing/gate_mass/layer_3": 0.5,
+        "routing/differing_row_fraction": 0.5,
+        "routing/first_differing_layer": 3.0,
     }
 
 
 def test_no_overlap_without_captured_rows() -> None:
-    agreement = Agreement(num_rows=0, shared={0: 0}, flipped=torch.zeros(3, dtype=torch.bool))
+    agreement = Agreement(
+        num_rows=0,
+        shared={0: 0},
+        gate_mass={0: 0.0},
+        part_rows=(0,) * 4,
+        part_shared=(0,) * 4,
+        flipped=torch.zeros(3, dtype=torch.bool),
+        first_flip=torch.full((3,), NO_FLIP),
+    )
     assert overlap_metrics(agreement, experts_per_token=2) == {}
 
 
@@ -103,6 +126,7 @@ def test_coverage_is_of_the_rows_that_owe_a_route() -> None:
     metrics = rollout_metrics(batch, num_truncated=0)
     assert metrics["routing/coverage"] == 6 / 8
     assert metrics["routing/bytes_per_token"] == 3 * 2 * 2
+    assert metrics["routing/host_bytes"] == (5 + 3) * 3 * 2 * 2
 
 
 def route_ref(rows: int) -> RouteRef:
@@ -115,6 +139,7 @@ def route_ref(rows: int) -> RouteRef:
         dtype="int16",
         block_sizes=(3,),
         checksums=(0,),
+        token_checksum=0,
         blocks=(None,),
         weight_version=0,
         producer="vLLM 0.30.0",

@@ -26,6 +26,7 @@ def route_ref(rows: int, missing: tuple[tuple[int, int], ...] = ()) -> RouteRef:
         dtype="uint8",
         block_sizes=(2,),
         checksums=(0,),
+        token_checksum=0,
         weight_version=0,
         producer="vLLM 0.30.0",
         blocks=("object",),

@@ -194,7 +194,9 @@ def test_damaged_objects_are_refused() -> None:
     for case in range(1000):
         shape = SHAPES[case % len(SHAPES)]
         sample = honest(rng, shape, 12)[:, list(shape.moe_layers)]
-        (array,), (ref,) = pack([CheckedRoutes(sample)], shape, (len(shape.moe_layers),), 0, "fuzz")
+        (array,), (ref,) = pack(
+            [CheckedRoutes(sample, 0)], shape, (len(shape.moe_layers),), 0, "fuzz"
+        )
         raw = bytearray(array.tobytes())
         if case % 3 == 0:
             row_bytes = len(raw) // 12

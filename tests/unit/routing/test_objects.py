@@ -46,7 +46,7 @@ def packed(
     ids = [rng.integers(0, num_experts, (n, 6, 2)) for n in rows]
     ids[0][0, :, 0] = num_experts - 1
     shape = RouteShape(10, LAYERS, num_experts, 2)
-    checked = [CheckedRoutes(array, missing=((0, 1),)) for array in ids]
+    checked = [CheckedRoutes(array, 0, missing=((0, 1),)) for array in ids]
     arrays, refs = pack(checked, shape, block_sizes, weight_version=7, producer="vLLM 0.30.0")
     for array in arrays:
         array.flags.writeable = False  # as they come out of the object store
