@@ -11,13 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-FamilyName = Literal["qwen3_moe", "qwen3"]
+FamilyName = Literal["qwen3_moe", "qwen3", "deepseek_v3"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 
 SUPPORTED: dict[str, FamilyName] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Hugging Face architecture class -> family. A family has a map of its weights in this package."""
+"""Hugging Face architecture class -> family that `read_architecture` reads."""
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention: queries, keys and values come from low-rank latents."""
+
+    q_lora_rank: int | None
+    """None: queries are made from the hidden state at once."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """The part of a query and a key that the rotary embedding leaves alone, and next, turns."""
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,38 @@ class Architecture:
     """True: softmax over the chosen logits. False: over all of them, before the choice."""
     moe_layers: tuple[int, ...] = ()
     """The layers that have a router."""
+    score_function: ScoreFunction = "softmax"
+    """What makes scores of the router's logits."""
+    expert_bias: bool = False
+    """A bias per expert is added to the scores for the choice, and not for the weighing."""
+    num_groups: int = 1
+    """Experts come in so many equal groups, of which a token chooses in ``groups_per_token``."""
+    groups_per_token: int = 1
+    routed_scaling: float = 1.0
+    """Factor of the weights of the chosen experts."""
+    shared_expert_size: int = 0
+    """Intermediate size of what every token goes through beside its experts; 0: nothing."""
+    qk_norm: bool = True
+    """Queries and keys are normed per head; with ``mla``, the latents are, always."""
+    mla: MLA | None = None
+    """``head_dim`` and ``num_kv_heads`` have no meaning with it."""
+    mtp_layers: int = 0
+    """Layers after the last one that predict further tokens (ADR 8)."""
+
+    def __post_init__(self) -> None:
+        if self.num_experts % self.num_groups or self.groups_per_token > self.num_groups:
+            raise ValueError(
+                f"num_groups={self.num_groups} must divide num_experts={self.num_experts}, and "
+                f"groups_per_token={self.groups_per_token} must not be more than the groups"
+            )
+        eligible = self.num_experts // self.num_groups * self.groups_per_token
+        if self.experts_per_token > eligible:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than the {eligible} experts "
+                f"that {self.groups_per_token} of {self.num_groups} groups have"
+            )
+        if self.expert_bias and self.score_function != "sigmoid":
+            raise ValueError("expert_bias=True needs score_function='sigmoid', as in Megatron")
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding and of the output head, so that ``tp`` ranks hold equally many."""
