@@ -10,16 +10,18 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rltrain.config.policy import PolicyConfig, PrecisionConfig
 from rltrain.policy.mesh import Mesh
-from rltrain.policy.torch_backend import torch_block_spec
-from rltrain.weights.architecture import Architecture
+from rltrain.policy.mtp import frozen_mtp_block
+from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
+from rltrain.weights.architecture import MLA, Architecture
 
 
 def build_model(
@@ -42,9 +44,10 @@ def build_model(
     without, its parameters ask for no gradient (a reference model).
     """
     config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
+    block_spec = _block_spec(config, policy, device)
     model = GPTModel(
         config,
-        _block_spec(config, policy, device),
+        block_spec,
         vocab_size=arch.padded_vocab_size(mesh.tp_size),
         max_sequence_length=arch.max_positions,
         pre_process=mesh.is_first_stage,
@@ -53,6 +56,9 @@ def build_model(
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
     )
+    if arch.mtp_layers > 0 and mesh.is_last_stage:
+        backend = _backend(policy, device)
+        model.mtp = frozen_mtp_block(config, block_spec, arch.mtp_layers, backend)
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
     if policy.precision.head == "fp32" and mesh.is_last_stage:
@@ -96,7 +102,8 @@ def transformer_config(
     routing_replay: bool,
 ) -> TransformerConfig:
     dtype = params_dtype(policy.precision, device)
-    return TransformerConfig(
+    kind = MLATransformerConfig if arch.mla else TransformerConfig
+    return kind(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_size,
@@ -105,7 +112,7 @@ def transformer_config(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=arch.qk_norm,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -130,7 +137,22 @@ def transformer_config(
         finalize_model_grads_func=finalize_model_grads,
         **_RECOMPUTE[policy.recompute],
         **_expert_options(arch, policy, device, routing_replay),
+        **(_latent_attention_options(arch.mla, arch.rope_theta) if arch.mla else {}),
     )
+
+
+def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": rope_theta,
+        # Megatron's default, 40, is for YaRN.
+        "rotary_scaling_factor": 1.0,
+    }
 
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -155,6 +177,12 @@ def _expert_options(
         "moe_ffn_hidden_size": arch.expert_size,
         "moe_layer_freq": [int(i in arch.moe_layers) for i in range(arch.num_layers)],
         "moe_router_topk": arch.experts_per_token,
+        "moe_router_score_function": arch.score_function,
+        "moe_router_enable_expert_bias": arch.expert_bias,
+        "moe_router_num_groups": arch.num_groups if arch.num_groups > 1 else None,
+        "moe_router_group_topk": arch.groups_per_token if arch.num_groups > 1 else None,
+        "moe_router_topk_scaling_factor": arch.routed_scaling,
+        "moe_shared_expert_intermediate_size": arch.shared_expert_size or None,
         # Softmax over all experts, or over the chosen ones, which is what normalizing amounts to.
         "moe_router_pre_softmax": not arch.norm_topk_prob,
         "moe_router_dtype": None if router == "params" else router,
@@ -173,6 +201,14 @@ def _block_spec(config: TransformerConfig, policy: PolicyConfig, device: torch.d
     if uses_transformer_engine(policy, device):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     return torch_block_spec(config, vp_stage=None)
+
+
+def _backend(policy: PolicyConfig, device: torch.device) -> BackendSpecProvider:
+    if uses_transformer_engine(policy, device):
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        return TESpecProvider()
+    return TorchSpecProvider()
 
 
 def _nan_(weight: torch.Tensor) -> None:
