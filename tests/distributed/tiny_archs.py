@@ -26,9 +26,7 @@ LATENT = replace(
     num_kv_heads=4,
     head_dim=12,
     qk_norm=True,
-    mla=MLA(
-        q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10
-    ),
+    mla=MLA(q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
 )
 WITH_MTP = replace(LATENT, mtp_layers=2)
 ARCHS: dict[str, Architecture] = {
