@@ -12,6 +12,7 @@ from rltrain.weights.placement import Placement
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+_BUFFER = ".mlp.router.expert_bias"
 _WRAPPERS = re.compile(r"^(module\.)+")
 
 
@@ -20,7 +21,7 @@ def local_parameters(
 ) -> dict[str, Tensor]:
     """Global Megatron name -> the parameter that this rank holds of it, perhaps only a cut of it.
 
-    Buffers that the architecture has weights for are among them; Megatron has many more.
+    Expert biases, which are buffers, are among them; Megatron's other buffers hold no weights.
 
     ``chunks`` are this rank's Megatron models, one for each virtual pipeline stage, wrapped in DDP
     or not. Layer numbers come from the layers themselves (``layer_number``, global, from 1), so
@@ -32,7 +33,6 @@ def local_parameters(
             "choose an ep that divides them"
         )
     first_expert = placement.ep.rank * (arch.num_experts // placement.ep.size)
-    buffers = {p.name for p in parameters(arch) if p.rule.kind == "buffer"}
     found: dict[str, Tensor] = {}
     for chunk in chunks:
         layers = _layer_numbers(chunk)
@@ -40,7 +40,7 @@ def local_parameters(
             name = _WRAPPERS.sub("", wrapped)
             name = _LAYER.sub(lambda m, layers=layers: f"decoder.layers.{layers[m[1]]}", name)  # type: ignore[misc]
             name = _EXPERT.sub(lambda m: str(first_expert + int(m[1])), name)
-            if isinstance(tensor, nn.Parameter) or name in buffers:
+            if isinstance(tensor, nn.Parameter) or name.endswith(_BUFFER):
                 assert name not in found, f"two parameters are {name}"
                 found[name] = tensor
     _check(found, arch, placement)
