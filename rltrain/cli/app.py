@@ -40,6 +40,13 @@ def report(arguments: Arguments) -> int:
     return run(arguments)
 
 
+def verify(arguments: Arguments) -> int:
+    """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
+    from rltrain.cli.verify import verify as run
+
+    return run(arguments)
+
+
 def dashboard(arguments: Arguments) -> int:
     """Save the dashboard as a view of the wandb project ENTITY/PROJECT."""
     from rltrain.cli.report import dashboard as run
@@ -52,6 +59,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "report": report,
     "export": export,
     "keys": list_keys,
+    "verify": verify,
     "dashboard": dashboard,
 }
 """Name -> function of the arguments after the name; its docstring is the help."""

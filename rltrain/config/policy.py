@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
+RecomputeModule = Literal[
+    "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
+]
 
 
 class ParallelConfig(Section):
@@ -15,10 +18,17 @@ class ParallelConfig(Section):
     tp: Positive = 1
     """Tensor parallelism, with sequence parallelism whenever it is above 1."""
     pp: Positive = 1
+    """Pipeline stages."""
+    vpp: Positive = 1
+    """Model chunks of each stage; above 1 the pipeline schedule is interleaved."""
+    first_stage_layers: Positive | None = None
+    """Decoder layers of the first stage; null gives every stage without a number an even share."""
+    last_stage_layers: Positive | None = None
     cp: Positive = 1
+    """Context parallelism: every sequence is cut into 2 * cp chunks."""
     ep: Positive = 1
     etp: Positive = 1
-    """Tensor parallelism inside an expert. Megatron's own default, tp, is unproven."""
+    """Tensor parallelism inside an expert; Megatron's own default would be tp."""
     dp: Positive = 1
 
     @property
@@ -33,6 +43,18 @@ class ParallelConfig(Section):
                 f"tp*cp*dp={self.tp * self.cp * self.dp}: expert parallelism spans those ranks. "
                 "Raise dp or lower ep"
             )
+        return self
+
+    @model_validator(mode="after")
+    def one_stage_is_not_shared_out(self) -> Self:
+        cuts = {
+            "vpp": self.vpp > 1,
+            "first_stage_layers": self.first_stage_layers is not None,
+            "last_stage_layers": self.last_stage_layers is not None,
+        }
+        if self.pp == 1 and any(cuts.values()):
+            named = ", ".join(name for name, given in cuts.items() if given)
+            raise ValueError(f"{named}: pp=1 is a single stage; raise pp or leave them out")
         return self
 
 
@@ -50,6 +72,13 @@ class PolicyConfig(Section):
     max_tokens_per_micro_batch: Positive = 8192
     """Token budget of one forward pass of one rank, padding included."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """``full`` reruns whole layers in the backward pass, ``selective`` the modules named below."""
+    recompute_modules: list[RecomputeModule] = Field(default=["core_attn"])
+    """For ``selective``."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """For ``full``: every layer, ``recompute_num_layers`` at a time, or only the first
+    ``recompute_num_layers`` layers of each chunk."""
+    recompute_num_layers: Positive = 1
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     transformer_engine: Literal["auto", "never"] = "auto"
     """``auto`` uses Transformer Engine on GPUs where it is installed, else the torch backend."""
@@ -57,10 +86,14 @@ class PolicyConfig(Section):
     """CPU only: intra-op threads of each rank; null shares the cores evenly."""
 
     @model_validator(mode="after")
-    def layouts_that_are_proven(self) -> Self:
-        if self.parallel.pp > 1 or self.parallel.cp > 1 or self.parallel.etp > 1:
+    def equal_lengths_for_allgather(self) -> Self:
+        """Ranks of one expert group must then see equally many tokens: those of one micro-batch."""
+        p = self.parallel
+        if self.dispatcher == "allgather" and (p.pp > 1 or (p.tp * p.cp) % (p.ep * p.etp)):
             raise ValueError(
-                f"pp={self.parallel.pp}, cp={self.parallel.cp}, etp={self.parallel.etp}: this "
-                "version has proven tp, ep and dp only; set pp=1, cp=1 and etp=1"
+                f"dispatcher=allgather with pp={p.pp}, ep*etp={p.ep * p.etp} and tp*cp="
+                f"{p.tp * p.cp}: it needs equally many tokens on all ranks of an expert group, "
+                "which only ranks of one micro-batch have, and one length for all micro-batches of "
+                "a pipeline; use dispatcher=alltoall"
             )
         return self

@@ -15,7 +15,7 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import Plan, StepPlan, plan_step
 from rltrain.policy.actor import PolicyActor
-from rltrain.policy.types import Agreement, Scored, Updated
+from rltrain.policy.types import Agreement, Scored, StageScored, Updated
 
 DEATH_NOTICE_S = 5.0
 """How long after a failure another worker's death may still be reported as its cause."""
@@ -86,6 +86,8 @@ class PolicyGroup:
             self._config.trainer.mini_batches,
             parallel.dp,
             self._config.policy.max_tokens_per_micro_batch,
+            # The interleaved schedule works through micro-batches in groups of one per stage.
+            multiple_of=parallel.pp if parallel.vpp > 1 else 1,
         )
         shards = [ray.put(batch.select(rows)) for rows in self._plan.shards]
         self._gather("begin_step", lambda rank: ((shards[self._dp_ranks[rank]],), {}))
@@ -103,7 +105,7 @@ class PolicyGroup:
         answers = self._gather(
             "score", lambda rank: ((self._plan.scoring[self._dp_ranks[rank]],), options)
         )
-        shards = self._by_dp_rank(answers)
+        shards = [merge_stages(stages) for stages in self._by_dp_rank(answers)]
         logprobs = self._unshard([scored.logprobs for scored in shards])
         found = [scored.agreement for scored in shards if scored.agreement is not None]
         return Scored(logprobs, self._merge(found) if found else None)
@@ -128,12 +130,15 @@ class PolicyGroup:
             shard = self._dp_ranks[rank]
             return (plan[shard], sent[shard]), {"routing": routing}
 
-        return _add(self._by_dp_rank(self._gather("update", arguments)))
+        return _add([a for a in self._gather("update", arguments) if a is not None])
 
-    def _by_dp_rank(self, answers: Sequence[Any]) -> list[Any]:
-        """The one answer for each shard."""
-        shards = {self._dp_ranks[rank]: a for rank, a in enumerate(answers) if a is not None}
-        return [shards[dp_rank] for dp_rank in sorted(shards)]
+    def _by_dp_rank(self, answers: Sequence[Any]) -> list[list[Any]]:
+        """For each shard the answers of the ranks that spoke for it."""
+        shards: dict[int, list[Any]] = {dp_rank: [] for dp_rank in sorted(set(self._dp_ranks))}
+        for dp_rank, answer in zip(self._dp_ranks, answers, strict=True):
+            if answer is not None:
+                shards[dp_rank].append(answer)
+        return list(shards.values())
 
     def _unshard(self, shards: Sequence[Tensor]) -> Tensor:
         whole = torch.zeros(self._batch.num_tokens, dtype=shards[0].dtype)
@@ -147,6 +152,20 @@ class PolicyGroup:
             shared={layer: sum(a.shared[layer] for a in found) for layer in found[0].shared},
             flipped=self._unshard([a.flipped for a in found]),
         )
+
+
+def merge_stages(stages: Sequence[StageScored]) -> Scored:
+    """What the pipeline stages know of one shard, together."""
+    (logprobs,) = (stage.logprobs for stage in stages if stage.logprobs is not None)
+    found = [stage.agreement for stage in stages if stage.agreement is not None]
+    if not found:
+        return Scored(logprobs, None)
+    agreement = Agreement(
+        num_rows=found[0].num_rows,
+        shared={layer: n for stage in found for layer, n in stage.shared.items()},
+        flipped=torch.stack([stage.flipped for stage in found]).any(0),
+    )
+    return Scored(logprobs, agreement)
 
 
 def _raise_first_error(refs: Sequence[Any], limit: float) -> None:
@@ -172,7 +191,7 @@ def _raise_if_dead(refs: Sequence[Any]) -> None:
 
 
 def _add(shards: Sequence[Updated]) -> Updated:
-    """Sums add over data-parallel ranks; the gradient norm and rate are the same on all."""
+    """Sums add over ranks with different tokens; the gradient norm and rate are the same on all."""
     return Updated(
         totals={name: sum(s.totals[name] for s in shards) for name in shards[0].totals},
         maxima={name: max(s.maxima[name] for s in shards) for name in shards[0].maxima},

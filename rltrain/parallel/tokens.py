@@ -16,22 +16,31 @@ PAD = -1
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The ranks that share one data-parallel rank's tokens."""
+    """The ranks that share one data-parallel rank's tokens, and what their kernels ask of a slice.
+
+    ``align`` divides the slots a rank computes with, after context and sequence parallelism. An FP8
+    matrix product needs it and sees one matrix of all slots, so their sum is padded, once, and not
+    each sequence. Transformer Engine wants 16 (delayed and per-tensor scaling: it asserts 8, its
+    weight gradient's GEMM needs 16), 32 (mxfp8) or 128 (blockwise: a scale spans 128 slots). The
+    tokens of each expert are for Megatron to pad.
+    """
 
     tp_size: int = 1
     tp_rank: int = 0
     cp_size: int = 1
     cp_rank: int = 0
+    align: int = 1
+    zigzag: bool = True  # what Megatron's rotary embedding and Transformer Engine assume
 
     @property
     def seq_align(self) -> int:
-        """Context parallelism cuts every sequence into 2 * cp chunks."""
-        return 2 * self.cp_size if self.cp_size > 1 else 1
+        """Context parallelism cuts every sequence into equal chunks: 2 per rank in a zigzag."""
+        return self.cp_size * (2 if self.zigzag and self.cp_size > 1 else 1)
 
     @property
     def total_align(self) -> int:
-        """Sequence parallelism cuts the local slots into tp parts."""
-        return lcm(self.seq_align, self.cp_size * self.tp_size)
+        """Sequence parallelism cuts the local slots into tp parts, each a multiple of ``align``."""
+        return lcm(self.seq_align, self.cp_size * self.tp_size * self.align)
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,8 @@ def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
         predicts = torch.full((size,), PAD)
         if n > 1:
             predicts[: n - 1] = torch.arange(start + 1, start + n)
-        tokens.append(_context_parallel_slice(reads, grid))
-        targets.append(_context_parallel_slice(predicts, grid))
+        tokens.append(context_parallel_slice(reads, grid))
+        targets.append(context_parallel_slice(predicts, grid))
         start += n
     index = torch.cat(tokens)
     return TokenLayout(
@@ -74,10 +83,14 @@ def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
     )
 
 
-def _context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
-    """Rank r takes chunk r from the front and chunk r from the back, which evens out causality."""
-    if grid.cp_size == 1:
-        return slots
+def context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
+    """One rank's chunks of a sequence.
+
+    In a zigzag rank r takes chunk r from the front and chunk r from the back, which evens out
+    causality; otherwise chunk r.
+    """
+    if not grid.zigzag or grid.cp_size == 1:
+        return slots.chunk(grid.cp_size)[grid.cp_rank]
     chunks = slots.chunk(2 * grid.cp_size)
     return torch.cat([chunks[grid.cp_rank], chunks[-1 - grid.cp_rank]])
 

@@ -80,6 +80,55 @@ def _splits_as_numpy(original: Any) -> Any:
     return move
 
 
+def _gather_unequal(original: Any) -> Any:
+    """Every rank sends its rows to every other: gloo's all-gather wants equally many on each."""
+
+    def _gather_along_first_dim(
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: Any = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        size = group.size()
+        if size == 1 or output_split_sizes is None:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        output = input_.new_empty(sum(sizes), *input_.shape[1:])
+        torch.distributed.all_to_all_single(
+            output,
+            input_.repeat(size, *[1] * (input_.ndim - 1)),
+            sizes,
+            [len(input_)] * size,
+            group,
+        )
+        return output
+
+    return _gather_along_first_dim
+
+
+def _reduce_scatter_unequal(original: Any) -> Any:
+    """Every rank sums what the others send it: gloo's reduce-scatter wants equal parts."""
+
+    def _reduce_scatter_along_first_dim(
+        input_: torch.Tensor,
+        group: Any,
+        input_split_sizes: Any = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        size = group.size()
+        if size == 1 or input_split_sizes is None:
+            return original(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(n) for n in input_split_sizes]
+        own = sizes[group.rank()]
+        received = input_.new_empty(own * size, *input_.shape[1:])
+        torch.distributed.all_to_all_single(
+            received, input_.contiguous(), [own] * size, sizes, group
+        )
+        return received.view(size, own, *input_.shape[1:]).sum(0)
+
+    return _reduce_scatter_along_first_dim
+
+
 def _router_linear(original: Any) -> Any:
     def router_gating_linear(
         inp: torch.Tensor,
@@ -165,6 +214,18 @@ CPU_PATCHES = (
         ("tensor", "as_numpy", "record_stream"),
         "split sizes of the all-to-all",
         _splits_as_numpy,
+    ),
+    _megatron_cpu(
+        "tensor_parallel.mappings:_gather_along_first_dim",
+        ("input_", "group", "output_split_sizes", "use_global_buffer"),
+        "expert tensor parallelism gathers unequal parts, which gloo cannot",
+        _gather_unequal,
+    ),
+    _megatron_cpu(
+        "tensor_parallel.mappings:_reduce_scatter_along_first_dim",
+        ("input_", "group", "input_split_sizes", "use_global_buffer"),
+        "its counterpart",
+        _reduce_scatter_unequal,
     ),
 )
 

@@ -60,12 +60,9 @@ def _sharded_state(
         f"model{number}": chunk.module.sharded_state_dict(metadata=metadata)
         for number, chunk in enumerate(chunks)
     }
-    everything = {name: value for model in models.values() for name, value in model.items()}
     return {
         **models,
-        "optimizer": optimizer.sharded_state_dict(
-            everything, is_loading=is_loading, metadata=metadata
-        ),
+        "optimizer": optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
         "updates": 0,
     }
 

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rltrain.config.policy import ParallelConfig
+from rltrain.parallel.tokens import TokenGrid
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Mesh:
     cp_rank: int
     pp_size: int
     pp_rank: int
+    vpp_size: int
     dp_size: int
     dp_rank: int
     ep_size: int
@@ -31,12 +33,21 @@ class Mesh:
     etp_rank: int
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
+
+    def reads_tokens(self, chunk: int) -> bool:
+        """Whether this stage's chunk is the first of the model."""
+        return self.pp_rank == 0 and chunk == 0
+
+    def yields_logits(self, chunk: int) -> bool:
+        """Whether this stage's chunk is the last of the model."""
+        return self.is_last_stage and chunk == self.vpp_size - 1
+
+    @property
+    def token_grid(self) -> TokenGrid:
+        """This rank among those that share its data-parallel rank's tokens."""
+        return TokenGrid(self.tp_size, self.tp_rank, self.cp_size, self.cp_rank)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -96,11 +107,15 @@ def init_mesh(
     Raises:
         ValueError: ``world_size`` is not what ``parallel`` needs.
     """
-    if world_size != parallel.world_size:
-        raise ValueError(
-            f"policy.parallel needs tp*pp*cp*dp={parallel.world_size} ranks, found {world_size}: "
-            "change policy.parallel.dp or start that many"
-        )
+    _check_world(parallel, world_size)
+    init_world(rank, world_size, init_method, device, timeout_s=timeout_s)
+    return lay_grid(parallel, seed=seed, timeout_s=timeout_s)
+
+
+def init_world(
+    rank: int, world_size: int, init_method: str, device: torch.device, *, timeout_s: float
+) -> None:
+    """Join the other ranks. Collective."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -110,9 +125,17 @@ def init_mesh(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def lay_grid(parallel: ParallelConfig, *, seed: int = 0, timeout_s: float = 1800.0) -> Mesh:
+    """Lay a grid over the world this rank has joined, in place of an earlier one. Collective."""
+    _check_world(parallel, dist.get_world_size())
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
@@ -129,6 +152,14 @@ def destroy_mesh() -> None:
     dist.destroy_process_group()
 
 
+def _check_world(parallel: ParallelConfig, world_size: int) -> None:
+    if world_size != parallel.world_size:
+        raise ValueError(
+            f"policy.parallel needs tp*pp*cp*dp={parallel.world_size} ranks, found {world_size}: "
+            "change policy.parallel.dp or start that many"
+        )
+
+
 def _read_mesh() -> Mesh:
     state = parallel_state
     return Mesh(
@@ -140,6 +171,7 @@ def _read_mesh() -> Mesh:
         cp_rank=state.get_context_parallel_rank(),
         pp_size=state.get_pipeline_model_parallel_world_size(),
         pp_rank=state.get_pipeline_model_parallel_rank(),
+        vpp_size=state.get_virtual_pipeline_model_parallel_world_size() or 1,
         dp_size=state.get_data_parallel_world_size(),
         dp_rank=state.get_data_parallel_rank(),
         ep_size=state.get_expert_model_parallel_world_size(),

@@ -55,19 +55,24 @@ class MicroBatch:
         """A field of the batch, at the slots that yield a token's logprob.  # [n] -> [S]"""
         return take(values, self.layout.targets, 0).to(self.device)
 
-    def route_targets(self, layers: Sequence[int], num_experts: int) -> dict[int, Target]:
+    def route_targets(
+        self, layers: Sequence[int], wanted: Sequence[int], num_experts: int
+    ) -> dict[int, Target]:
         """What each router must choose, by layer.
 
         Args:
             layers: the layers of the routes' layer dim, in its order
+            wanted: those of them that are about to run
         """
         routes, mask = self.batch.rollout_expert_indices, self.batch.route_mask
         assert isinstance(routes, Tensor) and mask is not None
-        experts, replayed = router_targets(routes, mask, self.layout.routers, num_experts)
+        assert routes.shape[1] == len(layers), (routes.shape, layers)
+        own = routes[:, [layers.index(layer) for layer in wanted]]
+        experts, replayed = router_targets(own, mask, self.layout.routers, num_experts)
         replayed = replayed.to(self.device)
         # One copy for all layers; each router casts its own slice when it gets there.
         by_layer = experts.transpose(0, 1).contiguous().to(self.device)  # [L, S, K]
-        return {layer: Target(by_layer[i], replayed) for i, layer in enumerate(layers)}
+        return {layer: Target(by_layer[i], replayed) for i, layer in enumerate(wanted)}
 
     def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
         """Write per-slot values to where their tokens lie in the shard, in place."""

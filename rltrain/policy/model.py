@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from rltrain.config.policy import PolicyConfig, PrecisionConfig
+from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.mtp import frozen_mtp_block
 from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
@@ -44,42 +44,68 @@ def build_model(
     without, its parameters ask for no gradient (a reference model).
     """
     config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
-    block_spec = _block_spec(config, policy, device)
+    chunks = []
+    for number in range(mesh.vpp_size):
+        chunk = _build_chunk(config, arch, policy, mesh, number, device)
+        if not ddp:
+            chunk.requires_grad_(False)
+        elif freeze_router:
+            for router in decoder_routers(chunk).values():
+                router.requires_grad_(False)
+        # A copy of the configuration per wrapper: DDP writes its bucket size into it.
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+        )
+        chunks.append(DistributedDataParallel(config, ddp_config, chunk) if ddp else chunk)
+    return chunks
+
+
+def _build_chunk(
+    config: TransformerConfig,
+    arch: Architecture,
+    policy: PolicyConfig,
+    mesh: Mesh,
+    number: int,
+    device: torch.device,
+) -> GPTModel:
+    vp_stage = number if mesh.vpp_size > 1 else None
+    block_spec = _block_spec(config, policy, device, vp_stage)
     model = GPTModel(
         config,
         block_spec,
         vocab_size=arch.padded_vocab_size(mesh.tp_size),
         max_sequence_length=arch.max_positions,
-        pre_process=mesh.is_first_stage,
-        post_process=mesh.is_last_stage,
+        pre_process=mesh.reads_tokens(number),
+        post_process=mesh.yields_logits(number),
         share_embeddings_and_output_weights=arch.tie_embeddings,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
+        vp_stage=vp_stage,
     )
-    if arch.mtp_layers > 0 and mesh.is_last_stage:
+    if arch.mtp_layers > 0 and mesh.yields_logits(number):
         backend = _backend(policy, device)
-        model.mtp = frozen_mtp_block(config, block_spec, arch.mtp_layers, backend)
+        model.mtp = frozen_mtp_block(config, block_spec, arch.mtp_layers, backend, vp_stage)
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
-    if policy.precision.head == "fp32" and mesh.is_last_stage:
+    if policy.precision.head == "fp32" and mesh.yields_logits(number):
         model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
-    if not ddp:
-        return [model.requires_grad_(False)]
-    if freeze_router:
-        for router in decoder_routers(model).values():
-            router.requires_grad_(False)
-    # A copy of the configuration per wrapper: DDP writes its bucket size into it.
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True
-    )
-    return [DistributedDataParallel(config, ddp_config, model)]
+    return model
+
+
+def decoder_layers(chunk: torch.nn.Module) -> list[int]:
+    """The layers of this chunk's decoder, by 0-based global number, in order."""
+    return [layer.layer_number - 1 for layer in _decoder(chunk).layers]
 
 
 def decoder_routers(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
     """The routers that a forward pass of this chunk's decoder runs, by 0-based global layer."""
-    model: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-    layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    layers = [layer for layer in _decoder(chunk).layers if isinstance(layer.mlp, MoELayer)]
     return {layer.layer_number - 1: layer.mlp.router for layer in layers}
+
+
+def _decoder(chunk: torch.nn.Module) -> Any:
+    model: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    return model.decoder
 
 
 def params_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
@@ -129,16 +155,45 @@ def transformer_config(
         expert_model_parallel_size=mesh.ep_size,
         expert_tensor_parallel_size=mesh.etp_size,
         sequence_parallel=mesh.tp_size > 1,
-        # Micro-batches differ in length, over time and between ranks; by this Megatron also refuses
-        # the allgather dispatcher, which needs them equal where experts span ranks.
-        variable_seq_lengths=mesh.ep_size > 1 or mesh.pp_size > 1,
+        # Micro-batches differ in length, and a stage has to know what it will receive.
+        variable_seq_lengths=mesh.pp_size > 1,
+        moe_token_dispatcher_type=policy.dispatcher,  # read for dense models, too
+        **_pipeline_options(policy.parallel),
         # The loss function takes its denominator from outside and divides by itself.
         calculate_per_token_loss=False,
         finalize_model_grads_func=finalize_model_grads,
-        **_RECOMPUTE[policy.recompute],
+        **_recompute_options(policy),
         **_expert_options(arch, policy, device, routing_replay),
         **(_latent_attention_options(arch.mla, arch.rope_theta) if arch.mla else {}),
     )
+
+
+def _pipeline_options(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.vpp > 1
+    return {
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
+        # Batched, the messages of two interleaved stages are paired wrongly: what goes forward is
+        # received as what comes back, and Megatron computes on it.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
+
+
+def _recompute_options(policy: PolicyConfig) -> dict[str, Any]:
+    if policy.recompute == "selective":
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(policy.recompute_modules),
+        }
+    if policy.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": policy.recompute_method,
+            "recompute_num_layers": policy.recompute_num_layers,
+        }
+    return {}
 
 
 def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
@@ -153,17 +208,6 @@ def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
         # Megatron's default, 40, is for YaRN.
         "rotary_scaling_factor": 1.0,
     }
-
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
 
 
 def _expert_options(
@@ -190,17 +234,18 @@ def _expert_options(
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
-        "moe_token_dispatcher_type": policy.dispatcher,
         "moe_grouped_gemm": True,
         "moe_permute_fusion": uses_transformer_engine(policy, device),
         "moe_enable_routing_replay": routing_replay,
     }
 
 
-def _block_spec(config: TransformerConfig, policy: PolicyConfig, device: torch.device) -> Any:
+def _block_spec(
+    config: TransformerConfig, policy: PolicyConfig, device: torch.device, vp_stage: int | None
+) -> Any:
     if uses_transformer_engine(policy, device):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    return torch_block_spec(config, vp_stage=None)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    return torch_block_spec(config, vp_stage=vp_stage)
 
 
 def _backend(policy: PolicyConfig, device: torch.device) -> BackendSpecProvider:

@@ -7,19 +7,22 @@ both route through `rltrain.policy.replay`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from rltrain.algorithms.objective import Sums
+from rltrain.config.policy import PolicyConfig
 from rltrain.policy.logprobs import vocab_parallel_logprobs
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
-from rltrain.policy.model import decoder_routers
+from rltrain.policy.model import decoder_layers, decoder_routers
+from rltrain.policy.recompute import router_reruns
 from rltrain.policy.replay import RoutingTaps, tapped
 from rltrain.weights.architecture import Architecture
 
@@ -34,12 +37,23 @@ class ModelOnMesh:
     chunks: Sequence[nn.Module]
     arch: Architecture
     mesh: Mesh
+    policy: PolicyConfig
     temperature: float
 
-    @property
+    @cached_property
+    def routers(self) -> list[dict[int, TopKRouter]]:
+        """By chunk: its routers, by layer."""
+        return [decoder_routers(chunk) for chunk in self.chunks]
+
+    @cached_property
     def route_layers(self) -> list[int]:
         """The layers of this rank that have a router, in order."""
-        return sorted(layer for chunk in self.chunks for layer in decoder_routers(chunk))
+        return sorted(layer for routers in self.routers for layer in routers)
+
+    def reruns(self, chunk: int) -> dict[int, int]:
+        """How often the backward pass reruns each router of a chunk, by layer."""
+        reruns = router_reruns(self.policy, decoder_layers(self.chunks[chunk]))
+        return {layer: reruns[layer] for layer in self.routers[chunk]}
 
     def logprobs(self, logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropy, as sampled from.  # [1, S, V / tp] -> [S], [S]"""
@@ -56,8 +70,9 @@ class ModelOnMesh:
 class Scores:
     """What a forward pass over a shard found."""
 
-    logprobs: Tensor  # float32, 0 for the first token of every sequence  # [N]
-    native: Tensor | None  # what the routers would choose themselves  # [N, L, K]
+    logprobs: Tensor | None  # float32, 0 for the first token of every sequence  # [N]
+    """Of the last pipeline stage alone."""
+    native: Tensor | None  # what this stage's routers would choose themselves  # [N, L, K]
 
 
 def score(
@@ -76,26 +91,24 @@ def score(
         record: also return what the routers would choose themselves
     """
     logprobs = torch.zeros(num_tokens)
-    natives: dict[int, dict[int, Tensor]] = {}
+    natives: dict[int, dict[int, Tensor]] = {mb.number: {} for mb in micro_batches}
 
     def collect(mb: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
         found, _ = model.logprobs(output, mb.target_ids)
         mb.scatter(found, mb.layout.targets, logprobs)
 
-    def after_forward(chunk: int, mb: MicroBatch, taps: RoutingTaps) -> None:
-        if record and taps.layers:
-            natives.setdefault(mb.number, {})[chunk] = taps.recorded(mb.number)
+    def after_forward(mb: MicroBatch, taps: RoutingTaps) -> None:
+        if record:
+            natives[mb.number] |= taps.recorded(mb.number)
 
     with torch.no_grad():
         _run(
             model, micro_batches, collect, replay=replay, record=record, after_forward=after_forward
         )
-    if model.mesh.cp_size > 1:
+    if model.mesh.cp_size > 1 and model.mesh.is_last_stage:
         dist.all_reduce(logprobs, group=model.mesh.cp_group)
-    native = (
-        _gather_native(model, micro_batches, natives, num_tokens) if record and natives else None
-    )
-    return Scores(logprobs, native)
+    native = _gather_native(model, micro_batches, natives, num_tokens) if record else None
+    return Scores(logprobs if model.mesh.is_last_stage else None, native)
 
 
 def accumulate(
@@ -104,12 +117,13 @@ def accumulate(
     objective: Objective,
     *,
     replay: bool,
-    recomputations: int,
 ) -> list[Sums]:
-    """Add the gradient of a mini-batch to ``main_grad``; returns every micro-batch's sums.
+    """Add the gradient of a mini-batch to ``main_grad``; returns every micro-batch's sums, on the
+    last pipeline stage.
 
     Megatron divides a loss by the number of micro-batches and its gradient by the data-parallel
-    size. The objective's weights already hold the only denominator there is, so both are undone.
+    size; the context-parallel size it multiplies by in one place and divides by in another. The
+    objective's weights already hold the only denominator there is, so the first two are undone.
     """
     undo = len(micro_batches) * model.mesh.dp_size
     found: list[Sums] = []
@@ -119,7 +133,7 @@ def accumulate(
         found.append(sums)
         return value * undo, {}
 
-    _run(model, micro_batches, loss, replay=replay, recomputations=recomputations)
+    _run(model, micro_batches, loss, replay=replay, backward=True)
     return found
 
 
@@ -129,24 +143,22 @@ def _run(
     on_output: Callable[..., Any],
     *,
     replay: bool,
+    backward: bool = False,
     record: bool = False,
-    recomputations: int | None = None,
-    after_forward: Callable[[int, MicroBatch, RoutingTaps], None] = lambda *_: None,
+    after_forward: Callable[[MicroBatch, RoutingTaps], None] = lambda *_: None,
 ) -> None:
-    """One schedule over the micro-batches; ``recomputations`` None means forward only."""
-    forward_only = recomputations is None
+    """One schedule over the micro-batches."""
     layers = model.route_layers
-    taps: dict[int, tuple[int, RoutingTaps]] = {}
+    taps: dict[int, RoutingTaps] = {}
 
     def forward_step(
         iterator: Iterator[MicroBatch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         mb = next(iterator)
-        number, chunk_taps = taps[id(chunk)]
+        chunk_taps = taps[id(chunk)]
         targets = None
         if replay:
-            everywhere = mb.route_targets(layers, model.arch.num_experts)
-            targets = {layer: everywhere[layer] for layer in chunk_taps.layers}
+            targets = mb.route_targets(layers, chunk_taps.layers, model.arch.num_experts)
         with chunk_taps.forward(mb.number, targets):
             output = chunk(
                 input_ids=mb.input_ids,
@@ -155,18 +167,18 @@ def _run(
                 packed_seq_params=mb.packed_seq_params,
             )
         chunk_taps.mark_backward(mb.number, output)
-        after_forward(number, mb, chunk_taps)
+        after_forward(mb, chunk_taps)
         return output, partial(on_output, mb)
 
     with ExitStack() as stack:
         for number, chunk in enumerate(model.chunks):
             block = tapped(
-                decoder_routers(chunk),
+                model.routers[number],
                 num_micro_batches=len(micro_batches),
-                recomputations=recomputations or 0,
+                recomputations=model.reruns(number) if backward else None,
                 record=record,
             )
-            taps[id(chunk)] = (number, stack.enter_context(block))
+            taps[id(chunk)] = stack.enter_context(block)
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in model.chunks],
@@ -174,8 +186,8 @@ def _run(
             num_microbatches=len(micro_batches),
             seq_length=max(len(mb.layout.tokens) for mb in micro_batches),
             micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            forward_only=not backward,
+            collect_non_loss_data=not backward,
         )
 
 
@@ -188,20 +200,18 @@ def _gather_native(
     """Recorded routes of all ranks that share this shard's tokens, in this stage's layers.
 
     Returns:
-        int16  # [N, L, K]
+        int16, L may be 0  # [N, L, K]
     """
-    native: Tensor | None = None
-    for mb in micro_batches:
-        by_chunk = natives[mb.number]
-        local = torch.cat([by_chunk[chunk] for chunk in sorted(by_chunk)], dim=1).to(torch.int16)
+    layers = model.route_layers
+    native = torch.zeros(num_tokens, len(layers), model.arch.experts_per_token, dtype=torch.int16)
+    for mb in micro_batches if layers else ():
+        # int16 holds the bits of a uint16.
+        local = torch.stack([natives[mb.number][layer] for layer in layers], dim=1).to(torch.int16)
         index = mb.layout.routers
         # Bytes, because NCCL has no int16.
         rows = _all_gather(local.contiguous().view(torch.uint8), model.mesh).view(torch.int16)
         index = _all_gather(index.to(local.device), model.mesh)
-        if native is None:
-            native = torch.zeros(num_tokens, *rows.shape[1:], dtype=torch.int16)
         mb.scatter(rows, index.cpu(), native)
-    assert native is not None
     return native
 
 

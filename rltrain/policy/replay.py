@@ -156,11 +156,9 @@ class RoutingTaps:
         if output.requires_grad:
             output.register_hook(begin)
 
-    def recorded(self, micro_batch: int) -> Tensor:
-        """What the routers would choose themselves, layers in order.  # [S, L, K]"""
-        return torch.stack(
-            [self._taps[layer].native.pop(micro_batch) for layer in self.layers], dim=1
-        )
+    def recorded(self, micro_batch: int) -> dict[int, Tensor]:
+        """What the routers would choose themselves, by layer.  # [S, K] each"""
+        return {layer: tap.native.pop(micro_batch) for layer, tap in self._taps.items()}
 
 
 @contextmanager
@@ -168,20 +166,22 @@ def tapped(
     routers: Mapping[int, TopKRouter],
     *,
     num_micro_batches: int,
-    recomputations: int = 0,
+    recomputations: Mapping[int, int] | None = None,
     record: bool = False,
 ) -> Iterator[RoutingTaps]:
     """Route one pass of ``num_micro_batches`` through taps; nothing of it outlives the block.
 
     Args:
         routers: the routers of one forwarded chunk, by layer
-        recomputations: how often the backward pass reruns each router (`num_recomputations`)
+        recomputations: by layer, how often the backward pass reruns its router
+            (`rltrain.policy.recompute`); None where there is no backward pass
         record: keep every router's own choice for `RoutingTaps.recorded`
 
     Raises:
         RuntimeError: a router was skipped, ran twice, or saw other rows than its routes have.
     """
-    taps = {layer: RouterTap(layer, recomputations) for layer in routers}
+    reruns = recomputations or dict.fromkeys(routers, 0)
+    taps = {layer: RouterTap(layer, reruns[layer]) for layer in routers}
     replays: dict[int, Any] = {
         layer: _replay_of(layer, router) for layer, router in routers.items()
     }
@@ -212,11 +212,3 @@ def _replay_of(layer: int, router: TopKRouter) -> RouterReplay:
             f"against {_UPSTREAM}: install a megatron-core version that docs/install.md names"
         )
     return replay
-
-
-def num_recomputations(recompute: str) -> int:
-    """How often the backward pass reruns a router under ``policy.recompute``.
-
-    ``full`` reruns whole layers; ``selective`` reruns core attention alone, which holds no router.
-    """
-    return {"none": 0, "selective": 0, "full": 1}[recompute]

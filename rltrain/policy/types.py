@@ -18,6 +18,14 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class StageScored:
+    """What one pipeline stage knows of its shard."""
+
+    logprobs: Tensor | None  # of the last stage  # [N]
+    agreement: Agreement | None  # in the stage's layers
+
+
+@dataclass(frozen=True)
 class Scored:
     logprobs: Tensor  # [N]
     agreement: Agreement | None
@@ -25,7 +33,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Updated:
-    """One optimizer update: sums to be added over data-parallel ranks, and what all ranks share."""
+    """One optimizer update: sums to be added over the ranks that report, and what all share."""
 
     totals: dict[str, float]
     maxima: dict[str, float]

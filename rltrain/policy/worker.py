@@ -13,18 +13,16 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
-from rltrain.batch import Batch
+from rltrain.batch import Batch, RouteRef
 from rltrain.config import Config
-from rltrain.parallel.tokens import TokenGrid
 from rltrain.policy import checkpoint
 from rltrain.policy.mesh import init_mesh
 from rltrain.policy.micro_batch import MicroBatch, cut
 from rltrain.policy.model import build_model
 from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes import ModelOnMesh, accumulate, score
-from rltrain.policy.replay import num_recomputations
 from rltrain.policy.routes import fetch_routes
-from rltrain.policy.types import Agreement, Plan, Scored, Updated
+from rltrain.policy.types import Agreement, Plan, StageScored, Updated
 from rltrain.routing.agreement import flipped_before, num_shared
 from rltrain.routing.codec import decode
 from rltrain.weights.architecture import read_architecture
@@ -84,12 +82,7 @@ class PolicyWorker:
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
         sampled = self.config.algorithm.type != "sft"
         temperature = self.config.rollout.temperature if sampled else 1.0
-        return ModelOnMesh(chunks, self.arch, self.mesh, temperature)
-
-    @property
-    def _reports(self) -> bool:
-        """One rank speaks for all that hold the same sequences and layers."""
-        return self.mesh.tp_rank == 0 and self.mesh.cp_rank == 0
+        return ModelOnMesh(chunks, self.arch, self.mesh, self.config.policy, temperature)
 
     def place(self) -> dict[str, Any]:
         """Which shard this rank needs, and what it runs on."""
@@ -100,24 +93,24 @@ class PolicyWorker:
     def begin_step(self, shard: Batch) -> None:
         """Take this rank's sequences of the step; routes are fetched and checked here."""
         self.recorded_routes = None
-        refs = shard.rollout_expert_indices
-        if isinstance(refs, tuple):
-            layers = self._layer_slice()
-            rows = [torch.from_numpy(routes) for routes in fetch_routes(refs, layers)]
-            # The last token of a sequence has no route: its row is False in route_mask.
-            last = rows[0].new_zeros(1, *rows[0].shape[1:])
-            shard = shard.with_fields(
-                rollout_expert_indices=torch.cat([x for r in rows for x in (r, last)])
-            )
+        routes = shard.rollout_expert_indices
+        if isinstance(routes, tuple):
+            shard = shard.with_fields(rollout_expert_indices=self._fetch(routes))
+        elif routes is not None:
+            own = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
+            shard = shard.with_fields(rollout_expert_indices=routes[:, own])
         self.shard = shard
 
-    def _layer_slice(self) -> slice:
-        """This stage's layers, counted among all that have a router."""
-        owned = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
-        assert owned == list(range(owned[0], owned[0] + len(owned))), (
-            f"layers {owned} are not contiguous"
-        )
-        return slice(owned[0], owned[-1] + 1)
+    def _fetch(self, refs: Sequence[RouteRef]) -> Tensor:
+        """This stage's layers of the shard's routes.  # [N, L, K]"""
+        layers = self.model.route_layers
+        if not layers:  # a stage of dense layers
+            num_rows = sum(ref.rows + 1 for ref in refs)
+            return torch.zeros(num_rows, 0, self.arch.experts_per_token, dtype=torch.uint8)
+        samples = [torch.from_numpy(routes) for routes in fetch_routes(refs, layers)]
+        # The last token of a sequence has no route: its row is False in route_mask.
+        last = samples[0].new_zeros(1, *samples[0].shape[1:])
+        return torch.cat([x for rows in samples for x in (rows, last)])
 
     def score(
         self,
@@ -127,7 +120,7 @@ class PolicyWorker:
         measure: bool = False,
         record: bool = False,
         of: Literal["policy", "reference"] = "policy",
-    ) -> Scored | None:
+    ) -> StageScored | None:
         """Log-probabilities of the shard.
 
         Args:
@@ -147,26 +140,30 @@ class PolicyWorker:
         )
         if record:
             self.recorded_routes = scores.native
-        if not self._reports:
+        # One rank speaks for all that hold the same sequences and layers.
+        if self.mesh.tp_rank or self.mesh.cp_rank:
             return None
         agreement = (
             self._agreement(shard, scores.native) if measure and scores.native is not None else None
         )
-        return Scored(scores.logprobs, agreement)
+        return StageScored(scores.logprobs, agreement)
 
     def _agreement(self, shard: Batch, native: Tensor) -> Agreement:
         assert isinstance(shard.rollout_expert_indices, Tensor) and shard.route_mask is not None
         shared = num_shared(decode(native), decode(shard.rollout_expert_indices))  # [N, L]
         shared = torch.where(shard.route_mask.unsqueeze(1), shared, native.shape[2])
         masked = shared[shard.route_mask]
+        layers = self.model.route_layers
+        flipped = torch.zeros(shard.num_tokens, dtype=torch.bool)
+        if layers:
+            read_above = layers[-1] < self.arch.num_layers - 1
+            flipped = flipped_before(
+                shared < native.shape[2], shard.seq_lens, read_above=read_above
+            )
         return Agreement(
             num_rows=len(masked),
-            shared=dict(zip(self.model.route_layers, masked.sum(0).tolist(), strict=True)),
-            flipped=flipped_before(
-                shared < native.shape[2],
-                shard.seq_lens,
-                read_above=self.model.route_layers[-1] < self.arch.num_layers - 1,
-            ),
+            shared=dict(zip(layers, masked.sum(0).tolist(), strict=True)),
+            flipped=flipped,
         )
 
     def update(
@@ -197,11 +194,13 @@ class PolicyWorker:
             self._cut(plan, shard),
             self._objective,
             replay=routing != "native",
-            recomputations=num_recomputations(self.config.policy.recompute),
         )
         lr = self.learning_rate.step()
         grad_norm = take_step(self.optimizer)
-        return self._summed(found, grad_norm, lr) if self._reports else None
+        # Each context-parallel rank has the sums of its own tokens.
+        if self.mesh.tp_rank or not self.mesh.is_last_stage:
+            return None
+        return self._summed(found, grad_norm, lr)
 
     def _objective(self, mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
         batch = mb.batch
@@ -236,9 +235,7 @@ class PolicyWorker:
         return self.shard
 
     def _cut(self, plan: Plan, shard: Batch | None = None) -> list[MicroBatch]:
-        mesh = self.mesh
-        grid = TokenGrid(mesh.tp_size, mesh.tp_rank, mesh.cp_size, mesh.cp_rank)
-        return cut(shard or self._shard(), plan, grid, self.device)
+        return cut(shard or self._shard(), plan, self.mesh.token_grid, self.device)
 
     # Weights
 

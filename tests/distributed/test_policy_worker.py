@@ -5,7 +5,7 @@ they are not what the routers would choose: a layout that gave a router another 
 none, could not agree with one rank. Lengths are chosen so that data-parallel ranks alone would need
 different numbers of micro-batches.
 
-Not exercised: pipeline and context parallelism (other tests own them), NCCL.
+Not exercised: NCCL.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 
 LENGTHS = (30, 2, 17, 16)
 BUDGET = 32
-LAYERS, EXPERTS, K, VOCAB = 3, 8, 2, 61
+LAYERS, EXPERTS, K, VOCAB = 4, 8, 2, 61
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,21 @@ CASES = {
     "R3, tp2 ep2 over dp2": Case({"tp": 2, "dp": 2, "ep": 2}),
     "R2, tp2 ep2 over dp2": Case({"tp": 2, "dp": 2, "ep": 2}, routing="recorded"),
     "R3, tp2, recomputed": Case({"tp": 2}, recompute="full"),
+    "R3, pp2": Case({"pp": 2}),
+    "R3, pp2, recomputed": Case({"pp": 2}, recompute="full"),
+    "R3, pp2 uneven": Case({"pp": 2, "first_stage_layers": 1}),
+    "R3, pp2 vpp2": Case({"pp": 2, "vpp": 2}),
+    "R3, pp2 vpp2, recomputed": Case({"pp": 2, "vpp": 2}, recompute="full"),
+    "R2, pp2 vpp2": Case({"pp": 2, "vpp": 2}, routing="recorded"),
+    "R3, tp2 pp2": Case({"tp": 2, "pp": 2}),
+    "R3, pp2 over dp2 ep2": Case({"pp": 2, "dp": 2, "ep": 2}),
+    "R3, cp2": Case({"cp": 2}),
+    "R2, cp2": Case({"cp": 2}, routing="recorded"),
+    "R3, cp2 tp2": Case({"cp": 2, "tp": 2}),
+    "R3, cp2 pp2": Case({"cp": 2, "pp": 2}),
+    "R3, cp2 ep2": Case({"cp": 2, "ep": 2}),
+    "R3, tp2 etp2": Case({"tp": 2, "etp": 2}),
+    "R3, tp2 etp2 ep2 dp2": Case({"tp": 2, "etp": 2, "ep": 2, "dp": 2}),
 }
 
 
@@ -139,7 +154,8 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     cpu = torch.device("cpu")
     worker = PolicyWorker(config, rank, rendezvous(folder, name), str(folder / "model"), cpu)
     mesh, batch = worker.mesh, saved_batch()
-    plan = plan_step(list(LENGTHS), 1, mesh.dp_size, BUDGET)
+    multiple_of = mesh.pp_size if mesh.vpp_size > 1 else 1
+    plan = plan_step(list(LENGTHS), 1, mesh.dp_size, BUDGET, multiple_of)
     if mesh.dp_size > 1:
         alone = [len(pack([[LENGTHS[i] for i in rows]], BUDGET)[0]) for rows in plan.shards]
         assert len(set(alone)) > 1, f"meant to differ, found {alone}"
@@ -150,10 +166,10 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     def score(routing: str, **options: bool) -> Tensor:
         scored = worker.score(plan.scoring[mesh.dp_rank], routing=routing, **options)
         whole = torch.zeros(batch.num_tokens)
-        if scored is not None:
+        if scored is not None and scored.logprobs is not None:
             index = torch.cat([torch.arange(s, s + n) for s, n in _spans(rows)])
             whole[index] = scored.logprobs
-        torch.distributed.all_reduce(whole, group=mesh.dp_group)
+        torch.distributed.all_reduce(whole)
         return whole
 
     native = case.routing != "rollout"
@@ -165,13 +181,13 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
         found["scored with row 10 rerouted"] = score("rollout")
         worker.begin_step(batch.select(rows))
     updated = worker.update(plan.updates[0][mesh.dp_rank], {}, routing=case.routing)
-    if updated is not None:
-        found |= {n: torch.tensor(v) for n, v in updated.totals.items()}
-        found["grad norm"] = torch.tensor(updated.grad_norm)
-    totals = [found.get(n, torch.zeros(())) for n in ("loss", "tokens", "ratio", "entropy", "kl")]
-    stacked = torch.stack(totals).double()
-    torch.distributed.all_reduce(stacked, group=mesh.dp_group)
-    found |= dict(zip(("loss", "tokens", "ratio", "entropy", "kl"), stacked, strict=True))
+    names = ("loss", "tokens", "ratio", "entropy", "kl")
+    totals = {} if updated is None else updated.totals
+    sums = torch.tensor([totals.get(name, 0.0) for name in names], dtype=torch.float64)
+    torch.distributed.all_reduce(sums)
+    norm = torch.tensor(0.0 if updated is None else updated.grad_norm)
+    torch.distributed.all_reduce(norm, op=torch.distributed.ReduceOp.MAX)
+    found |= {"grad norm": norm, **dict(zip(names, sums, strict=True))}
     gather_gradient_shards(worker.chunks)
     chunks, arch = worker.chunks, worker.arch
     for key, value in full_tensors(chunks, arch, mesh, torch.float32, lambda p: p.main_grad):
@@ -179,7 +195,6 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     for key, value in full_tensors(chunks, arch, mesh, torch.float32):
         found[f"parameter/{key}"] = value.clone()
     if rank == 0:
-        found.pop("clipped", None)
         save_file(found, folder / f"{name}.{rank}.safetensors")
     destroy_mesh()
 

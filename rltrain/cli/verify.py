@@ -1,0 +1,185 @@
+"""``rltrain verify``: every parallel layout against one rank, on this machine."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from rltrain.controller.preflight import count_gpus
+from rltrain.policy.layout_case import LAYOUTS, MODELS, Case, whole_product
+from rltrain.policy.layout_row import NATIVE, PERTURBED, RECORDED, Row, read_row, result_file
+from rltrain.policy.ranks import RanksFailed, run_ranks
+from rltrain.policy.verify import run_cases, run_reference
+
+TOLERANCE = 1e-4
+"""Largest error relative to the largest entry, in fp32. Sums in another order make 1e-6 to 1e-5."""
+ROW_TIMEOUT_S = 180.0
+
+
+USAGE = """usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME]
+
+  --full    every layout with every model, recomputation and dispatcher that it allows
+  --only    rows whose name contains TEXT, as in 'pp=2' or 'cp=2 pp=2'
+  --models  with --full: """
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row's outcome; ``row`` is None where it failed before there were numbers."""
+
+    case: Case
+    row: Row | None
+    problem: str
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Run the table and print it; 1 when a row failed."""
+    cases = _chosen(arguments)
+    gpus = count_gpus()
+    too_large = [case for case in cases if gpus and case.parallel.world_size > gpus]
+    cases = [case for case in cases if case not in too_large]
+    device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
+    started = time.monotonic()
+    results: list[Result] = []
+
+    def report(result: Result) -> None:
+        results.append(result)
+        sys.stdout.write(line(result, len(results) + len(too_large), len(cases)))
+        sys.stdout.flush()
+
+    sys.stdout.write(head())
+    with tempfile.TemporaryDirectory(prefix="rltrain-verify-") as folder:
+        run(cases, Path(folder), device, report)
+    failed = sum(not result.passed for result in results)
+    if too_large:
+        sys.stdout.write(f"{len(too_large)} layouts need more than {gpus} GPUs: not run\n")
+    sys.stdout.write(
+        f"{len(results) - failed} of {len(results)} layouts equal one rank within {TOLERANCE:g} of "
+        f"the largest entry ({device}, {time.monotonic() - started:.0f} s)\n"
+    )
+    return int(failed > 0)
+
+
+def run(
+    cases: Sequence[Case],
+    folder: Path,
+    device: Literal["cpu", "cuda"],
+    report: Callable[[Result], None],
+) -> None:
+    """Run the cases, one world of processes per size; a row that breaks its world gets another.
+
+    Args:
+        folder: empty; the reference and one file a row are written there
+    """
+    in_order = sorted(cases, key=lambda case: case.parallel.world_size)
+    references = list({(c.model, c.num_layers, c.dense_layers): c for c in cases}.values())
+    run_ranks(run_reference, 1, folder, references, device, device=device, timeout_s=600)
+    for size, group in groupby(in_order, key=lambda case: case.parallel.world_size):
+        left = list(group)
+
+        def take_finished(left: list[Case] = left) -> bool:
+            news = False
+            while left and (file := result_file(folder, left[0])).exists():
+                report(judged(left.pop(0), read_row(file)))
+                news = True
+            return news
+
+        while left:
+            try:
+                run_ranks(
+                    run_cases,
+                    size,
+                    folder,
+                    list(left),
+                    device,
+                    device=device,
+                    timeout_s=ROW_TIMEOUT_S,
+                    on_poll=take_finished,
+                )
+            except RanksFailed as error:
+                if left:
+                    report(Result(left.pop(0), None, str(error)))
+
+
+def judged(case: Case, row: Row) -> Result:
+    problems = [
+        f"{name}: {what} is off by {error:.1e}"
+        + (f" ({row.worst_gradient})" if what == "gradient" else "")
+        for name, errors in (
+            (NATIVE, row.native),
+            (RECORDED, row.recorded),
+            (PERTURBED, row.perturbed),
+        )
+        for what, error in errors.items()
+        if not error <= TOLERANCE
+    ]
+    if row.wrong_records:
+        problems.append(f"{row.wrong_records} recorded experts differ from one rank's")
+    return Result(case, row, "; ".join(problems))
+
+
+def head() -> str:
+    names = [*LAYOUTS[0].cells, *_NUMBERS, ""]
+    return "  ".join(name.ljust(_width(name)) for name in names).rstrip() + "\n"
+
+
+def line(result: Result, number: int, total: int) -> str:
+    """One row of the table; a failed row's problem follows below it."""
+    cells = dict(result.case.cells)
+    if (row := result.row) is not None:
+        for name, errors in zip(_NUMBERS, (row.native, row.recorded, row.perturbed), strict=False):
+            cells[name] = " ".join(f"{error:.0e}" for error in errors.values())
+        cells["records"] = f"{row.wrong_records} wrong"
+        cells["consumed"] = f"{row.num_forwards}+{row.num_reruns}"
+        cells["s"] = f"{row.seconds:.0f}"
+    verdict = "ok" if result.passed else "FAILED"
+    names = [*LAYOUTS[0].cells, *_NUMBERS]
+    text = "  ".join(cells.get(name, "-").ljust(_width(name)) for name in names)
+    problem = "".join(f"    {part}\n" for part in result.problem.splitlines())
+    return f"{text}  {verdict}\n{problem}"
+
+
+_NUMBERS = (
+    "native: logits loss grad",
+    "recorded routes",
+    "perturbed routes",
+    "records",
+    "consumed",
+    "s",
+)
+"""Errors of logits, loss and the worst gradient; recorded routes that differ from one rank's;
+forward and backward consumptions of routes on rank 0 in one pass."""
+
+
+def _width(name: str) -> int:
+    widths = {"model": 14, "recompute": 9, "dispatcher": 10, "pp": 7, "records": 8, "consumed": 9}
+    if name in _NUMBERS[:3]:
+        return max(len(name), 19)
+    return max(len(name), widths.get(name, 3))
+
+
+def _chosen(arguments: Sequence[str]) -> list[Case]:
+    parser = argparse.ArgumentParser(prog="rltrain verify", usage=USAGE + ", ".join(MODELS))
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--models", default=",".join(MODELS))
+    options = parser.parse_args(list(arguments))
+    models = options.models.split(",")
+    if unknown := sorted(set(models) - set(MODELS)):
+        raise ValueError(f"--models {','.join(unknown)}: expected some of {', '.join(MODELS)}")
+    cases = whole_product(models) if options.full else list(LAYOUTS)
+    found = [case for case in cases if options.only in case.name]
+    if not found:
+        raise ValueError(
+            f"--only {options.only!r}: no row has that in its name, as in 'pp=2 vpp=2'"
+        )
+    return found

@@ -1,0 +1,106 @@
+"""Runs a function on several ranks without Ray: each a process that has joined no world yet.
+
+Ranks are forked from a server that imported torch and Megatron once, which takes seconds.
+"""
+
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = ["rltrain.policy.optimizer", "rltrain.weights.load", "rltrain.weights.sender"]
+_POLL_S = 0.05
+
+
+class RanksFailed(RuntimeError):
+    """A rank raised, died or was too slow; the message has the traceback of the first."""
+
+
+def run_ranks(
+    fn: Callable[..., None],
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    timeout_s: float = 240,
+    device: str = "cpu",
+    on_poll: Callable[[], bool] = lambda: False,
+) -> None:
+    """Calls ``fn(rank, folder, *args)`` on every rank; results come back as files in ``folder``.
+
+    Args:
+        fn: a function of an importable module. It lays its own grids, with a rendezvous file in
+            ``folder`` each: see `rendezvous`
+        timeout_s: without news
+        on_poll: called again and again while the ranks run; returns whether there was news
+
+    Raises:
+        RanksFailed: the others are killed then.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    for stale in folder.glob("*.error"):
+        stale.unlink()
+    ranks: list[BaseProcess] = [
+        context.Process(target=_run, args=(fn, rank, folder, args, device), name=f"rank {rank}")
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        _wait(ranks, folder, timeout_s, on_poll)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def rendezvous(folder: Path, name: str) -> str:
+    """The ``init_method`` of a world of its own."""
+    return f"file://{folder / name}.rendezvous"
+
+
+def _wait(
+    ranks: list[BaseProcess], folder: Path, timeout_s: float, on_poll: Callable[[], bool]
+) -> None:
+    last_news = time.monotonic()
+    while any(rank.is_alive() for rank in ranks):
+        if on_poll():
+            last_news = time.monotonic()
+        failed = any(rank.exitcode not in (None, 0) for rank in ranks)
+        if failed or time.monotonic() > last_news + timeout_s:
+            break
+        time.sleep(_POLL_S)
+    on_poll()
+    if errors := [file.read_text() for file in sorted(folder.glob("*.error"))]:
+        raise RanksFailed("\n".join(errors))
+    codes = {rank.name: rank.exitcode for rank in ranks}
+    if set(codes.values()) != {0}:
+        raise RanksFailed(
+            f"no news for {timeout_s:g} s, or a rank died; exit codes (None: it hangs) are {codes}"
+        )
+
+
+def _run(
+    fn: Callable[..., None], rank: int, folder: Path, args: tuple[Any, ...], device: str
+) -> None:
+    import torch
+
+    from rltrain.patches.megatron import apply_cpu, apply_fixes
+
+    # Of third parties, about themselves; they would tear up what the parent prints.
+    warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
+    try:
+        if device == "cpu":
+            torch.set_num_threads(1)
+            apply_cpu()
+        apply_fixes()
+        fn(rank, folder, *args)
+    except BaseException:
+        (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise

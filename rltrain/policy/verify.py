@@ -1,0 +1,219 @@
+"""Whether a layout computes what one rank computes: the ranks' side of `rltrain verify`.
+
+Three passes forward and backward, each compared with one rank that runs one sequence at a time in
+one chunk without recomputation: natively, on the routes that rank recorded, and on routes that were
+perturbed on purpose, some rows left to choose live. Unless replay happens in every router, for the
+right rows, also in recomputation, the third cannot agree.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rltrain.batch import Batch
+from rltrain.config.policy import ParallelConfig
+from rltrain.data.packing import plan_step
+from rltrain.policy.layout_case import MAX_TOKENS, SEQ_LENS, Case
+from rltrain.policy.layout_row import NATIVE, PERTURBED, RECORDED, Row, result_file
+from rltrain.policy.mesh import Mesh, init_world, lay_grid
+from rltrain.policy.micro_batch import MicroBatch, cut
+from rltrain.policy.model import build_model
+from rltrain.policy.observe import Observed, observe
+from rltrain.policy.passes import ModelOnMesh, score
+from rltrain.policy.ranks import rendezvous
+from rltrain.routing.align import last_rows
+from rltrain.routing.codec import decode, encode
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.seeded import fill
+
+
+def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> None:
+    """On one rank: what every model of ``cases`` computes, one file each."""
+    own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    init_world(rank, 1, rendezvous(folder, "reference"), own, timeout_s=600)
+    for case in cases:
+        model = _model(Case(ParallelConfig(), case.model, case.num_layers, case.dense_layers), own)
+        batch = _batch(case.arch)
+        plan = [[i] for i in range(batch.num_sequences)]
+        native = observe(model, batch, _cut(model.mesh, batch, plan, own), replay=False)
+        scores = score(
+            model,
+            _cut(model.mesh, batch, plan, own),
+            batch.num_tokens,
+            replay=False,
+            record=True,
+        )
+        assert scores.native is not None
+        routes, mask = perturb(decode(scores.native), batch.seq_lens, case.arch.num_experts)
+        replayed = batch.with_fields(
+            rollout_expert_indices=_encoded(routes, case.arch), route_mask=mask
+        )
+        perturbed = observe(model, replayed, _cut(model.mesh, replayed, plan, own), replay=True)
+        found = {
+            "routes": scores.native,
+            "perturbed routes": routes,
+            "perturbed mask": mask,
+            **_tensors(NATIVE, native),
+            **_tensors(PERTURBED, perturbed),
+        }
+        save_file(found, _reference_file(folder, case))
+
+
+def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
+    """On every rank of one world: case after case, a JSON file for each that ended."""
+    own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    size = cases[0].parallel.world_size
+    name = f"world of {size}, from {cases[0].name}"
+    init_world(rank, size, rendezvous(folder, name), own, timeout_s=600)
+    for case in cases:
+        row = _verify(folder, case, own)
+        if rank == 0:
+            file = result_file(folder, case)
+            file.with_suffix(".partial").write_text(json.dumps(asdict(row)))
+            os.replace(file.with_suffix(".partial"), file)
+
+
+def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Other experts in about half of the rows, and rows that choose live in about a tenth.
+
+    Args:
+        routes: int64  # [N, L, K]
+
+    Returns:
+        the routes, distinct within a row  # [N, L, K]
+        rows that must use them; never a last one, which owes no route  # [N]
+    """
+    generator = torch.Generator().manual_seed(0)
+    n, num_layers, k = routes.shape
+    other = torch.rand(n, num_layers, num_experts, generator=generator).topk(k).indices
+    changed = torch.rand(n, num_layers, 1, generator=generator) < 0.5
+    live = torch.rand(n, generator=generator) < 0.1
+    return torch.where(changed, other, routes), ~live & ~last_rows(seq_lens)
+
+
+def _verify(folder: Path, case: Case, device: torch.device) -> Row:
+    started = time.monotonic()
+    model = _model(case, device)
+    mesh, batch = model.mesh, _batch(case.arch)
+    reference = load_file(_reference_file(folder, case))
+    multiple_of = mesh.pp_size if mesh.vpp_size > 1 else 1
+    plan = plan_step(list(SEQ_LENS), 1, mesh.dp_size, MAX_TOKENS, multiple_of)
+    rows = plan.shards[mesh.dp_rank]
+    shard, index = batch.select(rows), batch.token_index(rows)
+    own = [case.arch.moe_layers.index(layer) for layer in model.route_layers]
+
+    def micro_batches(routes: str | None = None, mask: Tensor | None = None) -> list[MicroBatch]:
+        replayed = shard
+        if routes is not None:
+            assert mask is not None
+            replayed = shard.with_fields(
+                rollout_expert_indices=_encoded(reference[routes].long() & 0xFFFF, case.arch)[
+                    index
+                ][:, own],
+                route_mask=mask[index],
+            )
+        return _cut(mesh, replayed, plan.updates[0][mesh.dp_rank], device)
+
+    recorded = score(model, micro_batches(), shard.num_tokens, replay=False, record=True).native
+    assert recorded is not None
+    wrong = int((recorded != reference["routes"][index][:, own]).sum())
+    errors = {}
+    worst = {}
+    for name, routes, mask in (
+        (NATIVE, None, None),
+        (RECORDED, "routes", ~last_rows(batch.seq_lens)),
+        (PERTURBED, "perturbed routes", reference["perturbed mask"]),
+    ):
+        found = observe(model, shard, micro_batches(routes, mask), replay=routes is not None)
+        expected = PERTURBED if name == PERTURBED else NATIVE
+        errors[name], worst[name] = _errors(found, reference, expected, index, device)
+    num_micro_batches = len(plan.updates[0][mesh.dp_rank])
+    reruns = sum(n for chunk in range(len(model.chunks)) for n in model.reruns(chunk).values())
+    return Row(
+        **errors,
+        worst_gradient=worst[PERTURBED],
+        wrong_records=int(_over_ranks(float(wrong), device)),
+        num_forwards=num_micro_batches * len(model.route_layers),
+        num_reruns=num_micro_batches * reruns,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _model(case: Case, device: torch.device) -> ModelOnMesh:
+    mesh = lay_grid(case.parallel)
+    chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
+    fill(chunks, case.arch, mesh)
+    return ModelOnMesh(chunks, case.arch, mesh, case.policy, temperature=1.0)
+
+
+def _batch(arch: Architecture) -> Batch:
+    """Random tokens; every prediction counts, with a weight of either sign."""
+    generator = torch.Generator().manual_seed(0)
+    n = sum(SEQ_LENS)
+    return Batch(
+        tokens=torch.randint(arch.vocab_size, (n,), generator=generator),
+        seq_lens=torch.tensor(SEQ_LENS),
+        response_mask=torch.ones(n, dtype=torch.bool),
+        loss_weights=torch.randn(n, generator=generator) / n,
+    )
+
+
+def _cut(mesh: Mesh, shard: Batch, plan: list[list[int]], device: torch.device) -> list[MicroBatch]:
+    return cut(shard, plan, mesh.token_grid, device)
+
+
+def _encoded(routes: Tensor, arch: Architecture) -> Tensor:
+    return torch.from_numpy(encode(routes.numpy(), arch.num_experts))
+
+
+def _tensors(name: str, found: Observed) -> dict[str, Tensor]:
+    assert found.logits is not None
+    gradients = {f"{name}/gradient/{key}": value for key, value in found.gradients.items()}
+    loss = torch.tensor(found.loss, dtype=torch.float64)
+    return {f"{name}/logits": found.logits, f"{name}/loss": loss, **gradients}
+
+
+def _errors(
+    found: Observed, reference: dict[str, Tensor], name: str, index: Tensor, device: torch.device
+) -> tuple[dict[str, float], str]:
+    """The largest errors over all ranks, and which parameter's gradient is worst."""
+    logits = 0.0
+    if found.logits is not None:
+        expected = reference[f"{name}/logits"]
+        logits = _relative(found.logits, expected[index], scale=expected)
+    prefix = f"{name}/gradient/"
+    names = {key.removeprefix(prefix) for key in reference if key.startswith(prefix)}
+    assert names == found.gradients.keys(), names ^ found.gradients.keys()
+    gradients = {
+        key: _relative(value, reference[prefix + key]) for key, value in found.gradients.items()
+    }
+    loss = _relative(torch.tensor(found.loss, dtype=torch.float64), reference[f"{name}/loss"])
+    worst = max(gradients, key=lambda key: gradients[key])
+    errors = {"logits": logits, "loss": loss, "gradient": gradients[worst]}
+    return {key: _over_ranks(error, device) for key, error in errors.items()}, worst
+
+
+def _relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    """NaN anywhere gives infinity."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    largest = (expected if scale is None else scale).abs().max().clamp(min=1e-8)
+    error = float((found - expected).abs().max() / largest) if found.numel() else 0.0
+    return error if error == error else float("inf")
+
+
+def _over_ranks(value: float, device: torch.device) -> float:
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _reference_file(folder: Path, case: Case) -> Path:
+    dense = "-".join(map(str, case.dense_layers))
+    return folder / f"{case.model}.{case.num_layers}.{dense}.safetensors"
