@@ -12,32 +12,30 @@ from torch import Tensor, nn
 
 from rltrain.config.algorithm import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
+from rltrain.policy.layout_models import DEEPSEEK_LIKE, LATENT, MODELS
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, fill, forward_backward, gather_gradient_shards, seeded
-from tests.distributed.tiny_archs import ARCHS, DEEPSEEK, LATENT, WITH_MTP
 
 pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
 REFERENCE = "one rank"
-# name -> layout, what is recomputed
-CASES: dict[str, tuple[Layout, Any]] = {
-    REFERENCE: (Layout(sequences_per_micro_batch=1), "none"),
-    "packed": (Layout(sequences_per_micro_batch=8), "none"),
-    "selective recompute": (Layout(), "selective"),
-    "full recompute": (Layout(), "full"),
-    "tp2": (Layout(ParallelConfig(tp=2)), "none"),
-    "tp2, full recompute": (Layout(ParallelConfig(tp=2)), "full"),
-    "dp2 ep2": (Layout(ParallelConfig(dp=2, ep=2)), "none"),
-    "tp2 ep2": (Layout(ParallelConfig(tp=2, ep=2)), "none"),
-    "pp2": (Layout(ParallelConfig(pp=2)), "none"),
-    "pp2, selective recompute": (Layout(ParallelConfig(pp=2)), "selective"),
-    "pp2, full recompute": (Layout(ParallelConfig(pp=2)), "full"),
+WITH_MTP = MODELS["deepseek mtp"]
+PARTS = {"recompute": "selective", "recompute_modules": ["mla_up_proj", "shared_experts"]}
+# name -> layout, options of the policy; `rltrain verify` has many more
+CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    REFERENCE: (Layout(sequences_per_micro_batch=1), {}),
+    "recompute": (Layout(), PARTS),
+    "tp2": (Layout(ParallelConfig(tp=2)), {"recompute": "selective"}),
+    "dp2 ep2": (Layout(ParallelConfig(dp=2, ep=2)), {}),
+    "tp2 ep2": (Layout(ParallelConfig(tp=2, ep=2)), {"recompute": "full"}),
+    "pp2": (Layout(ParallelConfig(pp=2)), {}),
+    "pp2 vpp2": (Layout(ParallelConfig(pp=2, vpp=2)), {"recompute": "full"}),
 }
 # As in test_layouts: clipping on, eps above the noise of tiny gradients.
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-4)
-NEW = [name for name in ARCHS if name != "softmax"]
+NEW = [name for name in MODELS if name != "qwen3"]
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +67,12 @@ def test_equals_one_rank(results: Any, name: str, case: str) -> None:
 def test_what_has_a_gradient_is_what_is_trained(results: Any, name: str) -> None:
     found = results[name, REFERENCE]
     assert all(x.isfinite().all() for x in found.values())
-    every = {t.name: p.rule.kind for p in parameters(ARCHS[name]) for t in p.tensors}
+    every = {t.name: p.rule.kind for p in parameters(MODELS[name]) for t in p.tensors}
     gradients = {k.removeprefix("gradient/"): x for k, x in found.items() if "gradient/" in k}
     assert gradients.keys() == {tensor for tensor, kind in every.items() if kind == "trained"}
     # Some expert sees no token; whatever else is wired up has a gradient.
     assert not [n for n, x in gradients.items() if not x.any() and ".mlp.experts." not in n]
-    for parameter in parameters(ARCHS[name]):
+    for parameter in parameters(MODELS[name]):
         for tensor in parameter.tensors:
             moved = not torch.equal(found[f"weight/{tensor.name}"], seeded(tensor))
             assert moved == (every[tensor.name] == "trained"), tensor.name
@@ -82,7 +80,7 @@ def test_what_has_a_gradient_is_what_is_trained(results: Any, name: str) -> None
 
 def test_mtp_layers_change_nothing(results: Any) -> None:
     for case in CASES:
-        without, found = results["latent", case], results["mtp", case]
+        without, found = results["deepseek mla", case], results["deepseek mtp", case]
         extra = {k for k in found if ".layers.4." in k or ".layers.5." in k}
         assert {k.split("/")[0] for k in extra} == {"weight"}
         assert found.keys() - extra == without.keys()
@@ -108,10 +106,12 @@ def _run_case(rank: int, folder: Path, name: str, case: str) -> None:
     from rltrain.policy.optimizer import build_optimizer, take_step
     from rltrain.weights.sender import full_tensors
 
-    arch, (layout, recompute) = ARCHS[name], CASES[case]
+    arch, (layout, options) = MODELS[name], CASES[case]
     init = rendezvous(folder, f"{name}.{case}")
     mesh = init_mesh(layout.parallel, rank, layout.parallel.world_size, init, CPU)
-    policy = PolicyConfig(recompute=recompute)
+    if options is PARTS and arch.mla is None:  # Megatron refuses to recompute what is not there
+        options = {**PARTS, "recompute_modules": ["shared_experts"]}
+    policy = PolicyConfig.model_validate({"parallel": layout.parallel, **options})
     chunks = build(mesh, arch, policy)
     optimizer, learning_rate = build_optimizer(chunks, OPTIMIZER, policy.precision, CPU)
     for chunk in chunks:
@@ -180,7 +180,7 @@ def check_names(mesh: Any) -> None:
     moe |= {f"mlp.shared_experts.linear_fc{n}.weight" for n in (1, 2)}
     plain = {f"self_attention.{x}" for x in plain}
     latent = {f"self_attention.{x}" for x in latent} | {"input_layernorm.weight"}
-    for arch, attention in ((DEEPSEEK, plain), (LATENT, latent), (WITH_MTP, latent)):
+    for arch, attention in ((DEEPSEEK_LIKE, plain), (LATENT, latent), (WITH_MTP, latent)):
         expected = set(ends)
         for layer in range(4):
             rest = moe if layer in arch.moe_layers else dense
@@ -216,11 +216,11 @@ def check_routing_rule(mesh: Any) -> None:
     from rltrain.policy.replay import tapped
 
     variants = [
-        DEEPSEEK,
-        replace(DEEPSEEK, expert_bias=False),
-        replace(DEEPSEEK, num_groups=1, groups_per_token=1),
-        replace(DEEPSEEK, routed_scaling=1.0),
-        replace(DEEPSEEK, num_groups=2, groups_per_token=1, experts_per_token=2),
+        DEEPSEEK_LIKE,
+        replace(DEEPSEEK_LIKE, expert_bias=False),
+        replace(DEEPSEEK_LIKE, num_groups=1, groups_per_token=1),
+        replace(DEEPSEEK_LIKE, routed_scaling=1.0),
+        replace(DEEPSEEK_LIKE, num_groups=2, groups_per_token=1, experts_per_token=2),
     ]
     hidden = torch.randn(200, 1, 32, generator=torch.Generator().manual_seed(3))
     choices = []
@@ -317,11 +317,11 @@ def check_megatrons_own_mtp(mesh: Any) -> None:
 
     before = len(RouterReplay.global_router_replay_instances)
     config = model.transformer_config(
-        DEEPSEEK, PolicyConfig(), mesh, device=CPU, routing_replay=True
+        DEEPSEEK_LIKE, PolicyConfig(), mesh, device=CPU, routing_replay=True
     )
     config.mtp_num_layers = 1
     spec = model.torch_block_spec(config, vp_stage=None)
-    ours = build(mesh, replace(DEEPSEEK, mtp_layers=1), ddp=False)[0].mtp
+    ours = build(mesh, replace(DEEPSEEK_LIKE, mtp_layers=1), ddp=False)[0].mtp
     assert isinstance(ours, MultiTokenPredictionBlock)
     assert len(RouterReplay.global_router_replay_instances) - before == 3 + 1
     built = GPTModel(
