@@ -153,6 +153,7 @@ def check(rank: int, folder: Path) -> None:
     mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(folder, "one"), CPU)
     check_names(mesh)
     check_routing_rule(mesh)
+    check_latent_attention(mesh)
     check_only_decoder_routers_replay(mesh)
     check_megatrons_own_mtp(mesh)
     check_loading(mesh, folder)
@@ -240,6 +241,57 @@ def check_routing_rule(mesh: Any) -> None:
     # Each setting matters, or the comparison would not see it.
     assert (choices[0] != choices[1]).any(1).mean() > 0.3
     assert (choices[0] != choices[2]).any(1).mean() > 0.3
+
+
+def latent_attention(x: Tensor, tensors: dict[str, Tensor], arch: Architecture) -> Tensor:
+    """DeepSeek-V3's, of one sequence, from its report and its own names and order of weights."""
+    mla, length = arch.mla, len(x)
+    assert mla
+
+    def weight(name: str) -> Tensor:
+        return tensors[f"model.layers.0.self_attn.{name}.weight"].double()
+
+    def normed(latent: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(latent, latent.shape[1:], weight(name), arch.norm_eps)
+
+    def turned(pairs: Tensor) -> Tensor:  # [t, heads, d]: neighbours are the two parts of a number
+        steps = torch.arange(0, mla.qk_rope_head_dim, 2).double() / mla.qk_rope_head_dim
+        angles = torch.outer(torch.arange(length).double(), arch.rope_theta**-steps)
+        numbers = torch.view_as_complex(pairs.unflatten(2, (-1, 2)).contiguous())
+        return torch.view_as_real(
+            numbers * torch.polar(torch.ones(()).double(), angles)[:, None]
+        ).flatten(2)
+
+    query = normed(x @ weight("q_a_proj").T, "q_a_layernorm") @ weight("q_b_proj").T
+    query = query.unflatten(1, (arch.num_heads, -1))
+    latent = x @ weight("kv_a_proj_with_mqa").T
+    latent, key_turned = latent.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=1)
+    both = normed(latent, "kv_a_layernorm") @ weight("kv_b_proj").T
+    both = both.unflatten(1, (arch.num_heads, -1))
+    key, value = both.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=2)
+    key_turned = turned(key_turned.unsqueeze(1)).expand(-1, arch.num_heads, -1)
+    plain, to_turn = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=2)
+    query = torch.cat([plain, turned(to_turn)], dim=2)
+    key = torch.cat([key, key_turned], dim=2)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / mla.qk_head_dim**0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(2), value).flatten(1) @ weight("o_proj").T
+
+
+def check_latent_attention(mesh: Any) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    [chunk] = build(mesh, LATENT, ddp=False)
+    tensors = {t.name: seeded(t) for p in parameters(LATENT) for t in p.tensors}
+    hidden = torch.randn(12, 1, 32, generator=torch.Generator().manual_seed(6))
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = PackedSeqParams("thd", ends, ends, None, None, 7, 7)
+    attention: Any = chunk.decoder.layers[0].self_attention
+    found, _ = attention(hidden, None, packed_seq_params=packed)
+    expected = torch.cat(
+        [latent_attention(x, tensors, LATENT) for x in hidden[:, 0].double().split([5, 7])]
+    )
+    torch.testing.assert_close(found[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def check_only_decoder_routers_replay(mesh: Any) -> None:
