@@ -30,20 +30,46 @@ from torch import Tensor
 class RouteRef:
     """Where one sample's routes lie in the object store, and what they must turn out to be.
 
-    ``blocks[i]`` refers to an array ``[R, num_layers / len(blocks), K]`` of the i-th block of
-    layers, counted among the layers that have a router. The sample's rows are ``start_row`` up to
-    ``start_row + rows``: short samples share an object, because an object costs about a millisecond
-    whatever its size.
+    ``blocks[i]`` refers to an array ``[R, block_sizes[i], K]`` of the i-th block of ``layers``. The
+    sample has the array's rows ``start_row`` up to ``start_row + rows``: short samples share an
+    object, because an object costs about a millisecond whatever its size.
+
+    Raises:
+        ValueError: when the blocks do not hold the layers, or ``missing`` lies outside the rows.
     """
 
     start_row: int
     rows: int
-    num_layers: int
+    first_row: int = 0  # the row of the sample that the first of these is
+    # Half-open ranges of the sample's rows whose experts are not known, in order. What is stored
+    # there is well-formed and means nothing.
+    missing: tuple[tuple[int, int], ...] = ()
+    layers: tuple[int, ...]  # the layers that have a router, among all, counted from 0
     experts_per_token: int
+    num_experts: int
     dtype: str
+    block_sizes: tuple[int, ...]  # layers per block
     checksums: tuple[int, ...]  # one per block, of the sample's own rows
-    weight_version: int
     blocks: tuple[Any, ...]
+    weight_version: int
+    producer: str  # e.g. "vLLM 0.30.0"
+
+    def __post_init__(self) -> None:
+        blocks = len(self.blocks), len(self.checksums), len(self.block_sizes)
+        if sum(self.block_sizes) != len(self.layers) or len(set(blocks)) > 1:
+            raise ValueError(
+                f"expected blocks and checksums for {len(self.layers)} layers, found block sizes "
+                f"{self.block_sizes}, {blocks[0]} blocks and {blocks[1]} checksums"
+            )
+        edges = [edge for span in self.missing for edge in span]
+        end = self.first_row + self.rows
+        if edges != sorted(set(edges)) or (
+            edges and not self.first_row <= edges[0] <= edges[-1] <= end
+        ):
+            raise ValueError(
+                f"expected missing rows in order, apart, and from {self.first_row} to {end}, found "
+                f"{self.missing}"
+            )
 
 
 def _dims(*dims: str) -> Any:
@@ -74,6 +100,9 @@ class Batch:
     # On the controller references only, one per sequence; [N, L, K] uint8 (E <= 256) or int16 bits
     # of uint16 in a policy worker.
     rollout_expert_indices: Tensor | tuple[RouteRef, ...] | None = _dims("N", "L", "K")
+    # In a policy worker alone: what its routers are to choose, and in which rows they must.
+    replay_expert_indices: Tensor | None = _dims("N", "L", "K")
+    replay_mask: Tensor | None = _dims("N")
 
     def __post_init__(self) -> None:
         sizes: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """The model that learns: where its parts live and in what precision."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -84,6 +84,9 @@ class PolicyConfig(Section):
     """``auto`` uses Transformer Engine on GPUs where it is installed, else the torch backend."""
     threads: Positive | None = None
     """CPU only: intra-op threads of each rank; null shares the cores evenly."""
+    megatron_args: dict[str, Any] = Field(default_factory=dict)
+    """Anything else Megatron's TransformerConfig takes; what rltrain sets itself, and what routing
+    replay cannot survive, is refused at start."""
 
     @model_validator(mode="after")
     def equal_lengths_for_allgather(self) -> Self:

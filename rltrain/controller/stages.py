@@ -9,7 +9,9 @@ from rltrain.algorithms.advantages import group_advantages, over_tokens
 from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config.algorithm import AlgorithmConfig
+from rltrain.config.routing import RoutingReplayConfig
 from rltrain.policy.types import Agreement, Updated
+from rltrain.routing.fallback import batch_share, check_budget, missing_rows, surviving_tokens
 
 
 def with_rewards(
@@ -30,6 +32,31 @@ def with_rewards(
         rewards=values.float(),
         loss_mask=batch.response_mask & scored.repeat_interleave(batch.seq_lens),
     )
+
+
+def with_fallback(
+    batch: Batch, replay: RoutingReplayConfig, samples: Sequence[str]
+) -> tuple[Batch, dict[str, float]]:
+    """Take out of ``loss_mask`` what missing routes cost; the rest of the policy is the workers'.
+
+    Args:
+        samples: how an error names each sequence
+
+    Raises:
+        ValueError, RuntimeError: as `rltrain.routing.fallback.check_budget`
+    """
+    loss_mask, route_mask = batch.require("loss_mask", "route_mask")
+    missing = missing_rows(route_mask, batch.seq_lens)
+    check_budget(missing, batch.seq_lens, samples, replay.fallback, replay.max_batch_fallback)
+    survives = surviving_tokens(
+        missing, batch.seq_lens, replay.fallback, replay.max_sample_fallback
+    )
+    metrics = {
+        "routing/fallback_fraction": batch_share(missing, batch.seq_lens),
+        "routing/fallback_dropped_fraction": float((loss_mask & ~survives).sum())
+        / max(1, int(loss_mask.sum())),
+    }
+    return batch.with_fields(loss_mask=loss_mask & survives), metrics
 
 
 def with_advantages(batch: Batch, algorithm: AlgorithmConfig, mini_batches: int) -> Batch:
@@ -94,7 +121,7 @@ def rollout_metrics(batch: Batch, num_truncated: int) -> dict[str, float]:
         owed = batch.num_tokens - batch.num_sequences  # the last token of a sequence owes no route
         refs = batch.rollout_expert_indices
         row_bytes = (
-            refs[0].num_layers * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
+            len(refs[0].layers) * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
         )
         (route_mask,) = batch.require("route_mask")
         metrics["routing/coverage"] = float(route_mask.sum()) / owed
@@ -110,6 +137,8 @@ def per_sequence_sum(values: Tensor, seq_lens: Tensor) -> Tensor:
 
 def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, float]:
     """Share of a row's experts that native routing also picks, overall and by layer."""
+    if agreement.num_rows == 0:
+        return {}
     layers = {
         layer: shared / (agreement.num_rows * experts_per_token)
         for layer, shared in agreement.shared.items()

@@ -25,7 +25,7 @@ from rltrain.data.problems import load_problems
 from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.policy.types import Agreement, Scored
-from rltrain.rollout.generator import Generator
+from rltrain.rollout.generator import Generator, make_requests
 from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.environment import describe_environment, resident_gib
 from rltrain.tracking.timers import StepTimer
@@ -72,6 +72,7 @@ class Trainer:
             batch, rollouts = self.generator.generate(problems, step)
         with timer.phase("reward"):
             batch = self.reward(batch, problems, rollouts, step, metrics)
+            batch = self.fall_back(batch, problems, step, metrics)
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
             batch, scored = self.score(batch, step)
@@ -114,6 +115,19 @@ class Trainer:
         )
         metrics |= stages.reward_metrics(batch, sum(j.status == "timeout" for j in judged))
         metrics |= stages.rollout_metrics(batch, sum(r.finish_reason == "length" for r in rollouts))
+        return batch
+
+    def fall_back(
+        self, batch: Batch, problems: Sequence[Any], step: int, metrics: dict[str, float]
+    ) -> Batch:
+        """Where routes are replayed: missing ones cost loss tokens, or end the run."""
+        if self.config.routing_replay.mode != "r3":
+            return batch
+        group_size, seed = self.config.algorithm.group_size, self.config.trainer.seed
+        groups = make_requests(problems, group_size, seed, step)
+        samples = [str(request) for group in groups for request in group]
+        batch, found = stages.with_fallback(batch, self.config.routing_replay, samples)
+        metrics |= found
         return batch
 
     def score(self, batch: Batch, step: int) -> tuple[Batch, Scored]:

@@ -8,6 +8,9 @@ Megatron's configuration; these need none, so the controller can ask too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
+
+from rltrain.config.policy import ParallelConfig
 
 KEYS = "policy.parallel"
 
@@ -23,6 +26,10 @@ class Pipeline:
     chunks: int = 1  # model chunks per stage: Megatron's virtual pipeline size, None there if 1
     first_stage_layers: int | None = None  # over all chunks of the stage; None: an even share
     last_stage_layers: int | None = None
+
+    @classmethod
+    def of(cls, layout: ParallelConfig) -> Self:
+        return cls(layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
 
     def check(self, num_layers: int) -> None:
         """Raises ValueError if ``num_layers`` cannot be shared out like this, with the remedy."""

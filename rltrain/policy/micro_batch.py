@@ -64,8 +64,7 @@ class MicroBatch:
             layers: the layers of the routes' layer dim, in its order
             wanted: those of them that are about to run
         """
-        routes, mask = self.batch.rollout_expert_indices, self.batch.route_mask
-        assert isinstance(routes, Tensor) and mask is not None
+        routes, mask = self.batch.require("replay_expert_indices", "replay_mask")
         assert routes.shape[1] == len(layers), (routes.shape, layers)
         own = routes[:, [layers.index(layer) for layer in wanted]]
         experts, replayed = router_targets(own, mask, self.layout.routers, num_experts)

@@ -1,6 +1,7 @@
 """The Megatron model of an architecture on this rank."""
 
 import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
+from rltrain.parallel.layers import Pipeline, route_layers
+from rltrain.policy.guards import check_armed, check_replayable, check_schedule
+from rltrain.policy.megatron_args import megatron_config
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.mtp import frozen_mtp_block
 from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
@@ -42,8 +46,15 @@ def build_model(
 
     With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer;
     without, its parameters ask for no gradient (a reference model).
+
+    Raises:
+        ValueError: ``policy.megatron_args`` asks for what Megatron lacks, what rltrain sets itself,
+            or what would spoil training or replay.
     """
     config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
+    check_schedule(config)
+    if config.moe_enable_routing_replay:
+        check_replayable(config, version("megatron-core"))
     chunks = []
     for number in range(mesh.vpp_size):
         chunk = _build_chunk(config, arch, policy, mesh, number, device)
@@ -87,9 +98,22 @@ def _build_chunk(
         model.mtp = frozen_mtp_block(config, block_spec, arch.mtp_layers, backend, vp_stage)
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
+    if config.moe_enable_routing_replay:
+        check_armed(decoder_routers(model), _route_layers(arch, policy, mesh, number))
     if policy.precision.head == "fp32" and mesh.yields_logits(number):
         model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
     return model
+
+
+def _route_layers(
+    arch: Architecture, policy: PolicyConfig, mesh: Mesh, number: int
+) -> tuple[int, ...]:
+    """The layers with a router that this chunk should have, without asking Megatron."""
+    sizes = policy.parallel
+    pipeline = Pipeline(
+        mesh.pp_size, mesh.vpp_size, sizes.first_stage_layers, sizes.last_stage_layers
+    )
+    return route_layers(pipeline, arch.num_layers, arch.moe_layers, mesh.pp_rank, number)
 
 
 def decoder_layers(chunk: torch.nn.Module) -> list[int]:
@@ -128,8 +152,8 @@ def transformer_config(
     routing_replay: bool,
 ) -> TransformerConfig:
     dtype = params_dtype(policy.precision, device)
-    kind = MLATransformerConfig if arch.mla else TransformerConfig
-    return kind(
+    return megatron_config(
+        policy.megatron_args,
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.ffn_size,
@@ -198,6 +222,7 @@ def _recompute_options(policy: PolicyConfig) -> dict[str, Any]:
 
 def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
     return {
+        "multi_latent_attention": True,
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_head_dim": mla.qk_nope_head_dim,

@@ -23,7 +23,9 @@ from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
 from rltrain.policy.model import decoder_layers, decoder_routers
 from rltrain.policy.recompute import router_reruns
+from rltrain.policy.replay import Recorded as RouterRecord
 from rltrain.policy.replay import RoutingTaps, tapped
+from rltrain.routing.codec import route_dtype
 from rltrain.weights.architecture import Architecture
 
 # One micro-batch's log-probabilities and entropy at its slots -> its share of the loss, its sums.
@@ -67,12 +69,22 @@ class ModelOnMesh:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """What this stage's routers did with a shard, gathered over the ranks that share it."""
+
+    native: Tensor  # what they would have chosen, as `rltrain.routing.codec` stores it  # [N, L, K]
+    used: Tensor  # what they were made to choose  # [N, L, K]
+    gate_mass: Tensor  # fp32; see `rltrain.routing.agreement.gate_mass`  # [N, L]
+    tokens: Tensor  # int64, what their rows read  # [N]
+
+
+@dataclass(frozen=True)
 class Scores:
     """What a forward pass over a shard found."""
 
     logprobs: Tensor | None  # float32, 0 for the first token of every sequence  # [N]
     """Of the last pipeline stage alone."""
-    native: Tensor | None  # what this stage's routers would choose themselves  # [N, L, K]
+    recorded: Recorded | None
 
 
 def score(
@@ -87,28 +99,24 @@ def score(
 
     Args:
         num_tokens: of the shard
-        replay: route by the shard's ``rollout_expert_indices``
-        record: also return what the routers would choose themselves
+        replay: route by the shard's ``replay_expert_indices``
+        record: also return what the routers did
     """
     logprobs = torch.zeros(num_tokens)
-    natives: dict[int, dict[int, Tensor]] = {mb.number: {} for mb in micro_batches}
+    recorder = Recorder(model, num_tokens) if record else None
 
     def collect(mb: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
         found, _ = model.logprobs(output, mb.target_ids)
         mb.scatter(found, mb.layout.targets, logprobs)
 
-    def after_forward(mb: MicroBatch, taps: RoutingTaps) -> None:
-        if record:
-            natives[mb.number] |= taps.recorded(mb.number)
-
     with torch.no_grad():
-        _run(
-            model, micro_batches, collect, replay=replay, record=record, after_forward=after_forward
-        )
+        _run(model, micro_batches, collect, replay=replay, recorder=recorder)
     if model.mesh.cp_size > 1 and model.mesh.is_last_stage:
         dist.all_reduce(logprobs, group=model.mesh.cp_group)
-    native = _gather_native(model, micro_batches, natives, num_tokens) if record else None
-    return Scores(logprobs if model.mesh.is_last_stage else None, native)
+    return Scores(
+        logprobs if model.mesh.is_last_stage else None,
+        recorder.gathered() if recorder is not None else None,
+    )
 
 
 def accumulate(
@@ -117,6 +125,7 @@ def accumulate(
     objective: Objective,
     *,
     replay: bool,
+    recorder: "Recorder | None" = None,
 ) -> list[Sums]:
     """Add the gradient of a mini-batch to ``main_grad``; returns every micro-batch's sums, on the
     last pipeline stage.
@@ -133,7 +142,7 @@ def accumulate(
         found.append(sums)
         return value * undo, {}
 
-    _run(model, micro_batches, loss, replay=replay, backward=True)
+    _run(model, micro_batches, loss, replay=replay, backward=True, recorder=recorder)
     return found
 
 
@@ -144,8 +153,7 @@ def _run(
     *,
     replay: bool,
     backward: bool = False,
-    record: bool = False,
-    after_forward: Callable[[MicroBatch, RoutingTaps], None] = lambda *_: None,
+    recorder: "Recorder | None" = None,
 ) -> None:
     """One schedule over the micro-batches."""
     layers = model.route_layers
@@ -167,7 +175,8 @@ def _run(
                 packed_seq_params=mb.packed_seq_params,
             )
         chunk_taps.mark_backward(mb.number, output)
-        after_forward(mb, chunk_taps)
+        if recorder is not None:
+            recorder.keep(mb, chunk_taps)
         return output, partial(on_output, mb)
 
     with ExitStack() as stack:
@@ -176,7 +185,7 @@ def _run(
                 model.routers[number],
                 num_micro_batches=len(micro_batches),
                 recomputations=model.reruns(number) if backward else None,
-                record=record,
+                record=recorder is not None,
             )
             taps[id(chunk)] = stack.enter_context(block)
         get_forward_backward_func()(
@@ -191,34 +200,53 @@ def _run(
         )
 
 
-def _gather_native(
-    model: ModelOnMesh,
-    micro_batches: Sequence[MicroBatch],
-    natives: dict[int, dict[int, Tensor]],
-    num_tokens: int,
-) -> Tensor:
-    """Recorded routes of all ranks that share this shard's tokens, in this stage's layers.
+class Recorder:
+    """Keeps what routers did, micro-batch by micro-batch, and puts it back in the shard's order."""
 
-    Returns:
-        int16, L may be 0  # [N, L, K]
-    """
-    layers = model.route_layers
-    native = torch.zeros(num_tokens, len(layers), model.arch.experts_per_token, dtype=torch.int16)
-    for mb in micro_batches if layers else ():
-        # int16 holds the bits of a uint16.
-        local = torch.stack([natives[mb.number][layer] for layer in layers], dim=1).to(torch.int16)
-        index = mb.layout.routers
-        # Bytes, because NCCL has no int16.
-        rows = _all_gather(local.contiguous().view(torch.uint8), model.mesh).view(torch.int16)
-        index = _all_gather(index.to(local.device), model.mesh)
-        mb.scatter(rows, index.cpu(), native)
-    return native
+    def __init__(self, model: ModelOnMesh, num_tokens: int) -> None:
+        self._model = model
+        self._num_tokens = num_tokens
+        self._micro_batches: dict[int, MicroBatch] = {}
+        self._kept: dict[int, dict[int, RouterRecord]] = {}
+
+    def keep(self, mb: MicroBatch, taps: RoutingTaps) -> None:
+        self._micro_batches[mb.number] = mb
+        self._kept.setdefault(mb.number, {}).update(taps.recorded(mb.number))
+
+    def gathered(self) -> Recorded:
+        """Collective over the ranks that share the shard's tokens. L may be 0."""
+        layers, mesh, n = self._model.route_layers, self._model.mesh, self._num_tokens
+        k, dtype = self._model.arch.experts_per_token, self._dtype()
+        whole = Recorded(
+            native=torch.zeros(n, len(layers), k, dtype=dtype),
+            used=torch.zeros(n, len(layers), k, dtype=dtype),
+            gate_mass=torch.zeros(n, len(layers)),
+            tokens=torch.zeros(n, dtype=torch.int64),
+        )
+        for number, mb in self._micro_batches.items() if layers else ():
+            kept = [self._kept[number][layer] for layer in layers]
+            read = mb.input_ids.squeeze(0).chunk(mesh.tp_size)[mesh.tp_rank]
+            index = _all_gather(mb.layout.routers.to(read.device), mesh).cpu()
+            for rows, shard in (
+                (torch.stack([r.native for r in kept], dim=1).to(dtype), whole.native),
+                (torch.stack([r.used for r in kept], dim=1).to(dtype), whole.used),
+                (torch.stack([r.gate_mass for r in kept], dim=1), whole.gate_mass),
+                (read, whole.tokens),
+            ):
+                mb.scatter(_all_gather(rows, mesh), index, shard)
+        return whole
+
+    def _dtype(self) -> torch.dtype:
+        name = str(route_dtype(max(1, self._model.arch.num_experts)))
+        return {"uint8": torch.uint8, "int16": torch.int16}[name]
 
 
 def _all_gather(local: Tensor, mesh: Mesh) -> Tensor:
     """Along dim 0, over the tensor- and context-parallel ranks."""
     if mesh.tp_size * mesh.cp_size == 1:
         return local
-    parts = [torch.empty_like(local) for _ in range(mesh.tp_size * mesh.cp_size)]
-    dist.all_gather(parts, local, group=mesh.tp_cp_group)
-    return torch.cat(parts)
+    # Bytes, because NCCL has no int16.
+    flat = local.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(flat) for _ in range(mesh.tp_size * mesh.cp_size)]
+    dist.all_gather(parts, flat, group=mesh.tp_cp_group)
+    return torch.cat(parts).view(local.dtype)

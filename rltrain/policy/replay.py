@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from rltrain.routing.agreement import gate_mass
 from rltrain.routing.codec import decode
 
 _UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")
@@ -36,19 +37,29 @@ class Target:
     replayed: Tensor  # [S] bool, False lets the row choose live
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What one router did in one micro-batch."""
+
+    native: Tensor  # what it would have chosen itself  # [S, K]
+    used: Tensor  # what it was made to choose  # [S, K]
+    gate_mass: Tensor  # of what was used over that of the native choice, by its own gates  # [S]
+
+
 class RouterTap:
     """Decides for one router: replays its target, notes what it would have chosen itself."""
 
-    def __init__(self, layer: int, recomputations: int) -> None:
+    def __init__(self, layer: int, recomputations: int, scores_are_logits: bool) -> None:
         self.layer = layer
         self.recomputations = recomputations
+        self.scores_are_logits = scores_are_logits
         self.recording = False
         self.running: int | None = None  # the micro-batch whose forward pass is under way
         self.target: Target | None = None
         self.recomputing: int | None = None  # the micro-batch whose backward pass is under way
         self.num_forwards = 0
         self.num_recomputed = 0
-        self.native: dict[int, Tensor] = {}  # micro-batch -> [S, K]
+        self.recorded: dict[int, Recorded] = {}  # by micro-batch
         self.owed: dict[int, Tensor] = {}  # micro-batch -> [S, K], until recomputed
 
     def __call__(
@@ -66,14 +77,14 @@ class RouterTap:
             assert default_compute_topk is not None
             _, native = default_compute_topk(scores, topk, num_groups, group_topk)
             experts = self._forward(self.running, native)
+            if self.recording:
+                self.recorded[self.running] = self._record(scores.detach(), native, experts)
         return scores.gather(1, experts), experts
 
     def _forward(self, micro_batch: int, native: Tensor) -> Tensor:
-        if micro_batch in self.owed or micro_batch in self.native:
+        if micro_batch in self.owed or micro_batch in self.recorded:
             raise RuntimeError(f"layer {self.layer}: micro-batch {micro_batch} ran forward twice")
         self.num_forwards += 1
-        if self.recording:
-            self.native[micro_batch] = native
         experts = native
         if self.target is not None:
             if self.target.experts.shape != native.shape:
@@ -88,6 +99,12 @@ class RouterTap:
         if self.recomputations:
             self.owed[micro_batch] = experts
         return experts
+
+    def _record(self, scores: Tensor, native: Tensor, experts: Tensor) -> Recorded:
+        gates = scores.float()
+        if self.scores_are_logits:
+            gates = gates.softmax(dim=-1)
+        return Recorded(native, experts, gate_mass(gates, experts, native))
 
     def _recompute(self, scores: Tensor) -> Tensor:
         micro_batch = self.recomputing
@@ -156,9 +173,9 @@ class RoutingTaps:
         if output.requires_grad:
             output.register_hook(begin)
 
-    def recorded(self, micro_batch: int) -> dict[int, Tensor]:
-        """What the routers would choose themselves, by layer.  # [S, K] each"""
-        return {layer: tap.native.pop(micro_batch) for layer, tap in self._taps.items()}
+    def recorded(self, micro_batch: int) -> dict[int, Recorded]:
+        """What the routers did, by layer; once."""
+        return {layer: tap.recorded.pop(micro_batch) for layer, tap in self._taps.items()}
 
 
 @contextmanager
@@ -175,13 +192,16 @@ def tapped(
         routers: the routers of one forwarded chunk, by layer
         recomputations: by layer, how often the backward pass reruns its router
             (`rltrain.policy.recompute`); None where there is no backward pass
-        record: keep every router's own choice for `RoutingTaps.recorded`
+        record: keep what every router did for `RoutingTaps.recorded`
 
     Raises:
         RuntimeError: a router was skipped, ran twice, or saw other rows than its routes have.
     """
     reruns = recomputations or dict.fromkeys(routers, 0)
-    taps = {layer: RouterTap(layer, reruns[layer]) for layer in routers}
+    taps = {
+        layer: RouterTap(layer, reruns[layer], _scores_are_logits(router))
+        for layer, router in routers.items()
+    }
     replays: dict[int, Any] = {
         layer: _replay_of(layer, router) for layer, router in routers.items()
     }
@@ -195,6 +215,13 @@ def tapped(
             del replay.get_replay_topk  # uncovers the class's own
     for tap in taps.values():
         tap.check_consumed(num_micro_batches)
+
+
+def _scores_are_logits(router: TopKRouter) -> bool:
+    """Megatron hands logits to `get_replay_topk` where softmax follows the choice, gates else."""
+    config = router.config
+    softmax = config.moe_router_score_function == "softmax"
+    return softmax and not config.moe_router_pre_softmax
 
 
 def _replay_of(layer: int, router: TopKRouter) -> RouterReplay:

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import ray
 
 from rltrain.batch import RouteRef
-from rltrain.routing.codec import Routes, assemble, blocks_of
+from rltrain.routing.codec import RouteIds
+from rltrain.routing.objects import assemble, blocks_of
 
 
-def fetch_routes(refs: Sequence[RouteRef], layers: slice) -> list[Routes]:
-    """Per sample ``[rows, layers, K]``, uint8 or int16, checked and writable.
+def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> list[RouteIds]:
+    """Per sample ``[rows, len(layers), K]``, uint8 or int16, checked and writable.
 
     Args:
-        layers: which of the layers that have a router, e.g. those of this pipeline stage. Only the
-            blocks that hold them are fetched, each once.
+        layers: global numbers of layers that have a router, e.g. those of this pipeline rank, in
+            the order wanted. Only the blocks that hold them are fetched, each once.
     Raises:
         ValueError: when an object differs from what its reference says.
     """

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+NUM_PARTS = 4
+NO_FLIP = 1 << 30
+
 Plan = Sequence[Sequence[int]]  # sequence numbers of the shard, per micro-batch
 
 
@@ -14,7 +17,11 @@ class Agreement:
 
     num_rows: int
     shared: dict[int, int]  # layer -> experts that both chose, summed over rows
+    gate_mass: dict[int, float]  # layer -> gate weight kept by what was used, summed over rows
+    part_rows: tuple[int, ...]  # rows in each of NUM_PARTS equal parts of their sequence
+    part_shared: tuple[int, ...]  # likewise experts that both chose, summed over rows and layers
     flipped: Tensor  # bool, tokens that a differing choice can have touched  # [N]
+    first_flip: Tensor  # int64, the lowest layer in which a row differs, or NO_FLIP  # [N]
 
 
 @dataclass(frozen=True)

@@ -50,14 +50,15 @@ def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> No
             replay=False,
             record=True,
         )
-        assert scores.native is not None
-        routes, mask = perturb(decode(scores.native), batch.seq_lens, case.arch.num_experts)
+        assert scores.recorded is not None
+        recorded = scores.recorded.native
+        routes, mask = perturb(decode(recorded), batch.seq_lens, case.arch.num_experts)
         replayed = batch.with_fields(
-            rollout_expert_indices=_encoded(routes, case.arch), route_mask=mask
+            replay_expert_indices=_encoded(routes, case.arch), replay_mask=mask
         )
         perturbed = observe(model, replayed, _cut(model.mesh, replayed, plan, own), replay=True)
         found = {
-            "routes": scores.native,
+            "routes": recorded,
             "perturbed routes": routes,
             "perturbed mask": mask,
             **_tensors(NATIVE, native),
@@ -114,16 +115,16 @@ def _verify(folder: Path, case: Case, device: torch.device) -> Row:
         if routes is not None:
             assert mask is not None
             replayed = shard.with_fields(
-                rollout_expert_indices=_encoded(reference[routes].long() & 0xFFFF, case.arch)[
-                    index
-                ][:, own],
-                route_mask=mask[index],
+                replay_expert_indices=_encoded(reference[routes].long() & 0xFFFF, case.arch)[index][
+                    :, own
+                ],
+                replay_mask=mask[index],
             )
         return _cut(mesh, replayed, plan.updates[0][mesh.dp_rank], device)
 
-    recorded = score(model, micro_batches(), shard.num_tokens, replay=False, record=True).native
-    assert recorded is not None
-    wrong = int((recorded != reference["routes"][index][:, own]).sum())
+    scores = score(model, micro_batches(), shard.num_tokens, replay=False, record=True)
+    assert scores.recorded is not None
+    wrong = int((scores.recorded.native != reference["routes"][index][:, own]).sum())
     errors = {}
     worst = {}
     for name, routes, mask in (

@@ -16,15 +16,16 @@ from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
 from rltrain.batch import Batch, RouteRef
 from rltrain.config import Config
 from rltrain.policy import checkpoint
+from rltrain.policy.agreement import agree
 from rltrain.policy.mesh import init_mesh
 from rltrain.policy.micro_batch import MicroBatch, cut
 from rltrain.policy.model import build_model
 from rltrain.policy.optimizer import build_optimizer, take_step
-from rltrain.policy.passes import ModelOnMesh, accumulate, score
+from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, accumulate, score
 from rltrain.policy.routes import fetch_routes
-from rltrain.policy.types import Agreement, Plan, StageScored, Updated
-from rltrain.routing.agreement import flipped_before, num_shared
-from rltrain.routing.codec import decode
+from rltrain.policy.types import Plan, StageScored, Updated
+from rltrain.routing.align import last_rows
+from rltrain.routing.trace import check_trace
 from rltrain.weights.architecture import read_architecture
 from rltrain.weights.export import export_huggingface
 from rltrain.weights.load import load_huggingface
@@ -94,6 +95,7 @@ class PolicyWorker:
         """Take this rank's sequences of the step; routes are fetched and checked here."""
         self.recorded_routes = None
         routes = shard.rollout_expert_indices
+        self._refs = routes if isinstance(routes, tuple) else ()
         if isinstance(routes, tuple):
             shard = shard.with_fields(rollout_expert_indices=self._fetch(routes))
         elif routes is not None:
@@ -126,45 +128,54 @@ class PolicyWorker:
         Args:
             routing: ``rollout`` replays the rollout engine's routes (R3)
             measure: compare native routing with the rollout's
-            record: keep native routes for `update` to replay (R2)
+            record: keep the routes used for `update` to replay: all (R2), or those of rows without
+                a captured route (R3 that falls back on R2)
         """
         shard = self._shard()
         model = self.model if of == "policy" else self.reference
         assert model is not None, "the reference was not built: algorithm.kl_coef is 0"
+        if routing == "rollout":
+            shard = self._replaying_rollout(shard)
+        traced = self.config.routing_replay.trace and routing == "rollout"
         scores = score(
             model,
-            self._cut(plan),
+            self._cut(plan, shard),
             shard.num_tokens,
             replay=routing == "rollout",
-            record=record or measure,
+            record=record or measure or traced,
         )
-        if record:
-            self.recorded_routes = scores.native
+        if record and scores.recorded is not None:
+            self.recorded_routes = scores.recorded.used
+        if traced and scores.recorded is not None:
+            self._trace(shard, plan, scores.recorded, f"scoring the {of}")
         # One rank speaks for all that hold the same sequences and layers.
         if self.mesh.tp_rank or self.mesh.cp_rank:
             return None
-        agreement = (
-            self._agreement(shard, scores.native) if measure and scores.native is not None else None
-        )
+        agreement = None
+        if measure and scores.recorded is not None:
+            layers = self.model.route_layers
+            agreement = agree(shard, scores.recorded, layers, self.arch.num_layers)
         return StageScored(scores.logprobs, agreement)
 
-    def _agreement(self, shard: Batch, native: Tensor) -> Agreement:
-        assert isinstance(shard.rollout_expert_indices, Tensor) and shard.route_mask is not None
-        shared = num_shared(decode(native), decode(shard.rollout_expert_indices))  # [N, L]
-        shared = torch.where(shard.route_mask.unsqueeze(1), shared, native.shape[2])
-        masked = shared[shard.route_mask]
-        layers = self.model.route_layers
-        flipped = torch.zeros(shard.num_tokens, dtype=torch.bool)
-        if layers:
-            read_above = layers[-1] < self.arch.num_layers - 1
-            flipped = flipped_before(
-                shared < native.shape[2], shard.seq_lens, read_above=read_above
-            )
-        return Agreement(
-            num_rows=len(masked),
-            shared=dict(zip(layers, masked.sum(0).tolist(), strict=True)),
-            flipped=flipped,
+    def _replaying_rollout(self, shard: Batch) -> Batch:
+        """Replay what was captured; where routes were recorded since, those in the other rows."""
+        routes, mask = shard.require("rollout_expert_indices", "route_mask")
+        if self.recorded_routes is not None:
+            routes = torch.where(mask.view(-1, 1, 1), routes, self.recorded_routes)
+            mask = ~last_rows(shard.seq_lens)
+        return shard.with_fields(replay_expert_indices=routes, replay_mask=mask)
+
+    def _trace(self, shard: Batch, plan: Plan, recorded: Recorded, when: str) -> None:
+        """Prove that every router read the tokens and used the routes that the engine sent."""
+        (stored,) = shard.require("rollout_expert_indices")
+        samples = sorted(i for micro_batch in plan for i in micro_batch)
+        read, used, fetched = (
+            [values.split(shard.seq_lens.tolist())[i] for i in samples]
+            for values in (recorded.tokens, recorded.used, stored)
         )
+        refs = [self._refs[i] for i in samples]
+        if layers := self.model.route_layers:
+            check_trace(refs, read, used, fetched, layers, when)
 
     def update(
         self,
@@ -180,21 +191,28 @@ class PolicyWorker:
             routing: whose experts to use; ``recorded`` are those `score` kept
         """
         shard = self._shard().with_fields(**fields)
-        if routing == "recorded":
+        if routing == "rollout":
+            shard = self._replaying_rollout(shard)
+        elif routing == "recorded":
             assert self.recorded_routes is not None, "no routes were recorded in this step"
-            everywhere = torch.ones(shard.num_tokens, dtype=torch.bool)
             shard = shard.with_fields(
-                rollout_expert_indices=self.recorded_routes, route_mask=everywhere
+                replay_expert_indices=self.recorded_routes,
+                replay_mask=torch.ones(shard.num_tokens, dtype=torch.bool),
             )
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        traced = self.config.routing_replay.trace and routing == "rollout"
+        recorder = Recorder(self.model, shard.num_tokens) if traced else None
         found = accumulate(
             self.model,
             self._cut(plan, shard),
             self._objective,
             replay=routing != "native",
+            recorder=recorder,
         )
+        if recorder is not None:
+            self._trace(shard, plan, recorder.gathered(), "the update")
         lr = self.learning_rate.step()
         grad_norm = take_step(self.optimizer)
         # Each context-parallel rank has the sums of its own tokens.

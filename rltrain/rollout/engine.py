@@ -6,6 +6,7 @@ imports this module without paying for vLLM.
 
 import asyncio
 import dataclasses
+import logging
 import os
 import uuid
 from collections.abc import Awaitable, Sequence
@@ -27,6 +28,8 @@ from rltrain.rollout.route_store import store_routes
 from rltrain.rollout.types import Request, Rollout, SamplingParams
 from rltrain.routing.integrity import check_routes
 from rltrain.weights.transport import Bucket
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -125,8 +128,8 @@ class RolloutEngine:
         """One rollout per request, in their order.
 
         Raises:
-            ValueError: naming the sample, when it is too long, its routes are malformed or a
-                log-probability is not finite.
+            ValueError: naming the sample, when it is too long, a log-probability is not finite or,
+                unless malformed rows may fall back, its routes are malformed.
             RuntimeError: when vLLM gave a request up.
         """
         for request in requests:
@@ -196,16 +199,18 @@ class RolloutEngine:
         routes = check_routes(
             [completion.routed_experts for completion in completions],
             [
-                len(request.prompt_tokens) + len(completion.token_ids)
+                [*request.prompt_tokens, *completion.token_ids]
                 for request, completion in zip(requests, completions, strict=True)
             ],
             capture.shape,
             [str(request) for request in requests],
             self._source,
+            capture.fallback,
         )
-        return await store_routes(
-            capture.store, routes, capture.shape, capture.layers_per_block, self._weight_version
-        )
+        for sample in routes:
+            for fault in sample.faults:
+                logger.warning("%s: routing_replay.fallback=%s", fault, capture.fallback)
+        return await store_routes(routes, capture, self._weight_version, self._source)
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
         """The call's result. Once the engine process has died vLLM never answers some calls."""

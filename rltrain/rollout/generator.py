@@ -141,11 +141,14 @@ def _with_routes(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:
     routes = tuple(r.routes for r in rollouts if r.routes is not None)
     if not routes:
         return batch
-    rows = torch.tensor([route.rows for route in routes])
-    if not torch.equal(rows, batch.seq_lens - 1):
+    covered = [(route.first_row, route.rows) for route in routes]
+    if covered != [(0, length - 1) for length in batch.seq_lens.tolist()]:
         raise ValueError(
             f"expected routes with tokens - 1 rows on each of {len(rollouts)} rollouts, found "
-            f"{len(routes)} with {int(rows.sum())} rows for {batch.num_tokens} tokens"
+            f"{len(routes)} with {sum(n for _, n in covered)} rows for {batch.num_tokens} tokens"
         )
     route_mask = ~last_rows(batch.seq_lens)
+    for offset, route in zip(batch.offsets.tolist(), routes, strict=False):
+        for start, end in route.missing:
+            route_mask[offset + start : offset + end] = False
     return batch.with_fields(route_mask=route_mask, rollout_expert_indices=routes)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ray.actor import ActorHandle
 
 from rltrain.config.rollout import RolloutConfig
+from rltrain.config.routing import Fallback
 from rltrain.routing.integrity import RouteShape
 
 MIN_VERSION = (0, 26)
@@ -19,11 +20,12 @@ MIN_VERSION = (0, 26)
 
 @dataclass(frozen=True)
 class RouteCapture:
-    """What the engine's routes look like and where they are kept."""
+    """What the engine's routes look like, where they are kept, and what a bad row means."""
 
     shape: RouteShape
-    layers_per_block: int
     store: ActorHandle  # a RouteStore; who starts engines keeps a handle, or it dies with them
+    block_sizes: tuple[int, ...] | None = None  # layers per object, in order; None: all in one
+    fallback: Fallback = "error"
 
     def __post_init__(self) -> None:
         layers = len(self.shape.moe_layers)
@@ -32,11 +34,15 @@ class RouteCapture:
                 "the model has no layer with a router, so there are no routes to capture: set "
                 "routing_replay.mode=off and routing_replay.capture=false, or choose a MoE model"
             )
-        if self.layers_per_block < 1 or layers % self.layers_per_block:
+        if min(self.blocks) < 1 or sum(self.blocks) != layers:
             raise ValueError(
-                f"layers_per_block={self.layers_per_block} does not divide the {layers} layers "
-                "that have a router"
+                f"expected block_sizes of 1 or more that sum to the {layers} layers with a router, "
+                f"found {self.block_sizes}"
             )
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return self.block_sizes or (len(self.shape.moe_layers),)
 
 
 @dataclass(frozen=True)

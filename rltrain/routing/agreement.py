@@ -16,6 +16,23 @@ def num_shared(experts: Tensor, others: Tensor) -> Tensor:
     return (experts.unsqueeze(-1) == others.unsqueeze(-2)).any(-1).sum(-1)
 
 
+def gate_mass(gates: Tensor, experts: Tensor, native: Tensor) -> Tensor:
+    """Gate weight of ``experts`` over that of the native choice: 1 where they are the same.
+
+    How little the router thinks of what it is made to use. Above 1 only where the native choice is
+    not that of the largest gates (group limits, expert bias).
+
+    Args:
+        gates: of all experts, not negative  # [S, E]
+        experts, native: ids  # [S, K]
+
+    Returns:
+        float  # [S]
+    """
+    chosen = gates.gather(1, experts).sum(1)
+    return chosen / gates.gather(1, native).sum(1).clamp_min(torch.finfo(gates.dtype).tiny)
+
+
 def flipped_before(flipped: Tensor, seq_lens: Tensor, *, read_above: bool) -> Tensor:
     """True for tokens whose log-probability a flip can have touched.
 

@@ -4,17 +4,22 @@ Megatron takes short rows, extra columns, duplicates and zeros without a word an
 something else, so nothing malformed may get past here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rltrain.routing.codec import Routes
+from rltrain.config.routing import Fallback
+from rltrain.routing.agreement import spread_experts
+from rltrain.routing.codec import RouteIds
+from rltrain.routing.runs import runs, stale_runs
 
-# A layer that sent this many tokens to expert 0 alone was not captured; fewer may be chance. Only
-# matters for top-1 models: with more experts per token, zeros are duplicates.
-CHANCE_ROWS = 64
+# A layer that sent this many different tokens to expert 0 alone was not captured; fewer may be
+# chance. Only matters for top-1 models: with more experts per token, zeros are duplicates.
+CHANCE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -27,67 +32,151 @@ class RouteShape:
     experts_per_token: int
 
 
+@dataclass(frozen=True, eq=False)
+class CheckedRoutes:
+    """One sample's routes after the check: every row is well-formed."""
+
+    ids: RouteIds  # [tokens - 1, L, K], L the layers that have a router
+    missing: tuple[tuple[int, int], ...] = ()  # ranges of rows that hold arbitrary experts
+    faults: tuple[str, ...] = ()  # why they are missing
+
+
+class _Fault(NamedTuple):
+    rows: Any  # which of the sample's rows cannot be used: an index of the row dim
+    what: str  # begins with where, or with a colon
+
+
 def check_routes(
-    routes: Sequence[Routes | None],
-    num_tokens: Sequence[int],
+    routes: Sequence[RouteIds | None],
+    tokens: Sequence[Sequence[int]],
     shape: RouteShape,
     samples: Sequence[str],
     source: str,
-) -> list[Routes]:
+    fallback: Fallback = "error",
+) -> list[CheckedRoutes]:
     """Validate the routes of a step and drop the layers without a router.
 
+    A row cannot be used when an id is out of range, an expert is chosen twice, it is one of a run
+    of stale rows (`stale_runs`), or it is not there: too few rows are a prefix. Of a sample with
+    a layer of zeros, too many rows, another count of layers or experts, or no integers, none can.
+
     Args:
-        routes: per sample ``[num_tokens - 1, num_layers, K]`` ids of any integer dtype.
-        num_tokens: per sample, prompt and response together.
+        routes: per sample ``[tokens - 1, num_layers, K]`` ids of any integer dtype.
+        tokens: per sample, prompt and response together.
         samples: how an error names each sample.
         source: how an error names the engine, e.g. ``vLLM 0.30.0``.
-    Returns:
-        per sample ``[num_tokens - 1, L, K]``, L the layers that have a router.
+        fallback: ``error`` raises where a row cannot be used; anything else reports it missing.
     Raises:
-        ValueError: naming sample, row, layer and engine, on a wrong count of rows, layers or
-            experts per token, an id out of range, a layer of zeros, or an expert chosen twice.
+        ValueError: naming sample, row, layer and engine.
     """
-    present: list[Routes] = []
-    for sample, array, tokens in zip(samples, routes, num_tokens, strict=True):
-        expected = (tokens - 1, shape.num_layers, shape.experts_per_token)
-        if array is None:
-            raise ValueError(f"{source} returned no routes for {sample}: expected {expected}")
-        if array.shape != expected or array.dtype.kind not in "iu":
-            raise ValueError(
-                f"{source}, {sample}: expected integer routes of (tokens - 1, layers, experts per "
-                f"token) = {expected}, found {array.dtype} {array.shape}"
+    examined = [_examine(*sample, shape) for sample in zip(routes, tokens, strict=True)]
+    if shape.experts_per_token == 1 < shape.num_experts:
+        _add_top_1_zeros(examined, tokens, shape)
+    checked = []
+    for sample, ids_of, (ids, faults) in zip(samples, tokens, examined, strict=True):
+        messages = tuple(f"{source}, {sample}{fault.what}" for fault in faults)
+        if faults and fallback == "error":
+            raise ValueError(messages[0])
+        unusable = np.zeros(len(ids_of) - 1, dtype=bool)
+        for fault in faults:
+            unusable[fault.rows] = True
+        if faults:
+            ids = _replaced(ids, unusable, shape)
+        checked.append(CheckedRoutes(ids, tuple(runs(unusable)), messages))
+    return checked
+
+
+def _examine(
+    array: RouteIds | None, tokens: Sequence[int], shape: RouteShape
+) -> tuple[RouteIds, list[_Fault]]:
+    """The rows that are there, by layer with a router, and what is wrong."""
+    rows = len(tokens) - 1
+    expected = (rows, shape.num_layers, shape.experts_per_token)
+    found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+    form = (
+        ": expected integer routes of (tokens - 1, layers, experts per token) = "
+        f"{expected}, found {'none' if array is None else found}"
+    )
+    if (
+        not isinstance(array, np.ndarray)
+        or array.dtype.kind not in "iu"
+        or array.shape[1:] != expected[1:]
+        or len(array) > rows
+    ):
+        nothing = np.empty((0, len(shape.moe_layers), shape.experts_per_token), dtype=np.uint8)
+        return nothing, [_Fault(slice(None), form)]
+    ids = array.take(shape.moe_layers, axis=1)
+    faults = [_Fault(slice(len(ids), None), form)] if len(ids) < rows else []
+    if len(ids):
+        faults += _malformed(ids, shape)
+        faults += [
+            _Fault(
+                slice(start, end),
+                f", rows {start} to {end - 1}: every layer repeats one choice of experts though "
+                "the tokens differ, so these rows are left over from something else",
             )
-        present.append(array)
-    if not present:
-        return []
-    together = np.concatenate(present).take(shape.moe_layers, axis=1)  # [rows of all, L, K]
-    bounds = np.cumsum([len(array) for array in present])
-    if fault := _first_fault(together, shape):
-        row, layer, what = fault
-        found = int(np.searchsorted(bounds, row, side="right"))
-        row_of_sample = row - (int(bounds[found - 1]) if found else 0)
-        raise ValueError(
-            f"{source}, {samples[found]}, row {row_of_sample}, layer {shape.moe_layers[layer]}: "
-            f"{what}, found {together[row, layer].tolist()}"
-        )
-    return np.split(together, bounds[:-1])
+            for start, end in stale_runs(ids, np.asarray(tokens), shape.num_experts)
+        ]
+    return ids, faults
 
 
-def _first_fault(ids: Routes, shape: RouteShape) -> tuple[int, int, str] | None:
-    """(row, router layer, what is wrong) of the first malformed entry of ``ids`` [rows, L, K]."""
+def _malformed(ids: RouteIds, shape: RouteShape) -> Iterator[_Fault]:
     top = shape.num_experts - 1
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > top):
-        row, layer, _ = np.argwhere((ids < 0) | (ids > top))[0]
-        return int(row), int(layer), f"expected expert ids from 0 to {top}"
+    if int(ids.min()) < 0 or int(ids.max()) > top:
+        outside = (ids < 0) | (ids > top)
+        yield _fault_at(np.any(outside, axis=2), ids, shape, f"expected expert ids from 0 to {top}")
+    if shape.experts_per_token > 1:
+        yield from _layers_of_zeros(_zeros(ids), shape)
     # Column by column, each contiguous: K is small, and so every comparison is one fast pass.
     columns = np.ascontiguousarray(np.moveaxis(ids, 2, 0))  # [K, rows, L]
-    zero_layers = np.flatnonzero(~columns.any(axis=0).any(axis=0))
-    if len(zero_layers) and (shape.experts_per_token > 1 or len(ids) >= CHANCE_ROWS):
-        return 0, int(zero_layers[0]), "every row of this layer is zero, so it was not captured"
     twice = np.zeros(ids.shape[:2], dtype=bool)
     for one, other in combinations(columns, 2):
         twice |= one == other
     if twice.any():
-        row, layer = np.argwhere(twice)[0]
-        return int(row), int(layer), f"expected {shape.experts_per_token} distinct experts"
-    return None
+        yield _fault_at(twice, ids, shape, f"expected {shape.experts_per_token} distinct experts")
+
+
+def _fault_at(bad: NDArray[np.bool_], ids: RouteIds, shape: RouteShape, what: str) -> _Fault:
+    """The rows where ``bad`` [rows, L] holds in any layer; the first is named."""
+    row, layer = np.argwhere(bad)[0]
+    where = f", row {row}, layer {shape.moe_layers[layer]}"
+    return _Fault(
+        np.flatnonzero(bad.any(axis=1)), f"{where}: {what}, found {ids[row, layer].tolist()}"
+    )
+
+
+def _zeros(ids: RouteIds) -> list[int]:
+    """The layers in which every row is zero."""
+    first_row = ids[:1].any(axis=(0, 2))  # tells most layers apart
+    return [n for n in np.flatnonzero(~first_row).tolist() if len(ids) and not ids[:, n].any()]
+
+
+def _layers_of_zeros(layers: Iterable[int], shape: RouteShape) -> list[_Fault]:
+    what = "every row of this layer is zero, so it was not captured"
+    return [_Fault(slice(None), f", layer {shape.moe_layers[n]}: {what}") for n in layers]
+
+
+def _add_top_1_zeros(
+    examined: Sequence[tuple[RouteIds, list[_Fault]]],
+    tokens: Sequence[Sequence[int]],
+    shape: RouteShape,
+) -> None:
+    """Layers of zeros of a top-1 model, told from chance by how many different tokens were read."""
+    zeros = [set(_zeros(ids)) for ids, _ in examined]
+    if not any(zeros):
+        return
+    read = [set(t[: len(ids)]) for t, (ids, _) in zip(tokens, examined, strict=True)]
+    everywhere = set.intersection(*(z for z, own in zip(zeros, read, strict=True) if own))
+    many = len(set().union(*read)) >= CHANCE_TOKENS
+    for (_, faults), own, layers in zip(examined, read, zeros, strict=True):
+        bad = layers if len(own) >= CHANCE_TOKENS else layers & everywhere if many else ()
+        faults += _layers_of_zeros(sorted(bad), shape)
+
+
+def _replaced(ids: RouteIds, unusable: NDArray[np.bool_], shape: RouteShape) -> RouteIds:
+    """``ids`` with distinct experts in every row that cannot be used, and in those not there."""
+    spread = spread_experts(len(unusable), shape.experts_per_token, shape.num_experts).numpy()
+    whole = np.repeat(spread[:, None], len(shape.moe_layers), axis=1)
+    usable = np.flatnonzero(~unusable)
+    whole[usable] = ids[usable]
+    return whole

@@ -50,6 +50,10 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
     ),
     "routing": (
         Panel("coverage", ("routing/coverage",)),
+        Panel(
+            "rows that fell back, and loss tokens that cost",
+            ("routing/fallback_fraction", "routing/fallback_dropped_fraction"),
+        ),
         Panel("overlap", ("routing/overlap", "routing/overlap_min")),
         Panel("overlap per layer", ("routing/overlap/layer_{layer}",)),
         Panel("tokens a flip can reach", ("routing/flipped_token_fraction",)),

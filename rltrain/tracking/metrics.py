@@ -125,6 +125,18 @@ ROUTING = (
         better="higher",
     ),
     _routing(
+        "routing/fallback_fraction",
+        "rows of a replayed rollout without a usable route",
+        "sum over samples of (tokens - 1)",
+        better="lower",
+    ),
+    _routing(
+        "routing/fallback_dropped_fraction",
+        "loss tokens taken out because routes before them are missing",
+        "loss tokens before that",
+        better="lower",
+    ),
+    _routing(
         "routing/overlap",
         "|native top-k and captured top-k| / K",
         ROWS,

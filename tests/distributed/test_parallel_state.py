@@ -37,10 +37,8 @@ class Case:
 
 CASES = {
     "dp": Case(),
-    "tp": Case(tp=4),
-    "tp aligned": Case(tp=2, align=16),
+    "tp": Case(tp=4, align=16),
     "cp": Case(cp=4),
-    "cp aligned": Case(cp=2, align=16),
     "tp cp": Case(tp=2, cp=2, align=3),
     "ep": Case(ep=4),
     "tp ep": Case(tp=2, ep=2),
@@ -51,7 +49,7 @@ CASES = {
     "pp uneven both": Case(pipeline=Pipeline(4, first_stage_layers=1, last_stage_layers=3)),
     "vpp": Case(pipeline=Pipeline(4, 2)),
     "vpp uneven": Case(tp=2, pipeline=Pipeline(2, 2, first_stage_layers=2)),
-    "cp pp": Case(cp=2, pipeline=Pipeline(2)),
+    "cp pp": Case(cp=2, align=16, pipeline=Pipeline(2)),
 }
 
 
@@ -59,7 +57,7 @@ CASES = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What Megatron says on every rank, by case."""
     folder = tmp_path_factory.mktemp("parallel_state")
-    run_ranks(ask_megatron, WORLD_SIZE, folder)
+    run_ranks(ask_megatron, WORLD_SIZE, folder, timeout_s=480)
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
     return {name: [answers[name] for answers in by_rank] for name in CASES}
 
@@ -206,9 +204,9 @@ def _rotary_positions(case: Case) -> list[int]:
 
 
 def compare_pipelines(rank: int, folder: Path) -> None:
-    some, accepted = [None, 1, 2, 3, 4], 0
+    some, accepted = [None, 1, 2, 3], 0
     for stages, chunks, first, last, layers in product(
-        range(2, 5), range(1, 4), some, some, range(1, 17)
+        range(2, 5), range(1, 4), some, some, range(1, 14)
     ):
         pipeline = Pipeline(stages, chunks, first, last)
         expected = _megatron_layers(pipeline, layers)

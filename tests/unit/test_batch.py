@@ -1,9 +1,11 @@
 """The batch refuses what does not fit, and says which stage is missing."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from rltrain.batch import Batch
+from rltrain.batch import Batch, RouteRef
 
 
 def two_sequences() -> Batch:
@@ -40,3 +42,39 @@ def test_fields_that_disagree_are_refused() -> None:
         two_sequences().with_fields(rewards=torch.zeros(3))
     with pytest.raises(ValueError, match="seq_lens sum to 6, but tokens hold 7"):
         two_sequences().with_fields(seq_lens=torch.tensor([3, 3]))
+
+
+def route_ref(**fields: Any) -> RouteRef:
+    defaults: dict[str, Any] = {
+        "start_row": 0,
+        "rows": 6,
+        "layers": (1, 2, 5),
+        "experts_per_token": 2,
+        "num_experts": 8,
+        "dtype": "uint8",
+        "block_sizes": (1, 2),
+        "checksums": (0, 0),
+        "blocks": ("a", "b"),
+        "weight_version": 0,
+        "producer": "vLLM 0.30.0",
+    }
+    return RouteRef(**defaults | fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"block_sizes": (1, 1)}, {"blocks": ("a",)}, {"checksums": (0, 0, 0)}]
+)
+def test_blocks_that_do_not_hold_the_layers_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="blocks and checksums for 3 layers"):
+        route_ref(**fields)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [((-1, 1),), ((0, 7),), ((2, 2),), ((3, 4), (1, 2)), ((1, 3), (2, 4)), ((1, 2), (2, 3))],
+)
+def test_missing_rows_lie_apart_and_within(missing: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="missing rows in order, apart, and from 0 to 6"):
+        route_ref(missing=missing)
+    route_ref(missing=((0, 1), (3, 6)))
+    route_ref(first_row=4, missing=((9, 10),))

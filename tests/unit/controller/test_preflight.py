@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from rltrain.config import Config
 from rltrain.controller.preflight import (
     Sizes,
     check_data,
-    check_engine,
     check_layout,
     check_output,
     check_ranks,
@@ -24,12 +22,14 @@ from rltrain.controller.preflight import (
 from rltrain.main import compose, main, start_folder
 
 ROOT = Path(__file__).parents[3]
-MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=32)
+MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=32, num_layers=4, expert_size=48)
 
 
-def with_layout(tp: int = 1, dp: int = 1, ep: int = 1, **sections: Any) -> Config:
-    layout = {"tp": tp, "dp": dp, "ep": ep}
-    return Config.model_validate({"policy": {"parallel": layout}, **sections})
+def with_layout(policy: dict[str, Any] | None = None, **sizes: Any) -> Config:
+    """``sizes`` are of the layout, or sections of the configuration."""
+    layout = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    sections = {name: section for name, section in sizes.items() if name not in layout}
+    return Config.model_validate({"policy": {"parallel": layout, **(policy or {})}, **sections})
 
 
 def save_dense_model(folder: Path) -> None:
@@ -102,13 +102,34 @@ def test_the_layout_divides_the_model() -> None:
         check_layout(with_layout(dp=64, ep=64), MOE)
     with pytest.raises(ValueError, match=r"ep=2: .* found 0 experts"):
         check_layout(with_layout(dp=2, ep=2), MOE._replace(num_experts=0))
+    with pytest.raises(ValueError, match=r"etp=32: expected a divisor of the experts'.* found 48"):
+        check_layout(with_layout(dp=32, etp=32), MOE)
+
+
+def test_stages_share_out_the_layers() -> None:
+    check_layout(with_layout(pp=2, vpp=2), MOE)
+    check_layout(with_layout(pp=2, first_stage_layers=1), MOE)
+    with pytest.raises(ValueError, match=r"policy\.parallel\.pp=3"):
+        check_layout(with_layout(pp=3), MOE)
+    with pytest.raises(ValueError, match=r"policy\.parallel\.vpp=4"):
+        check_layout(with_layout(pp=2, vpp=4), MOE)
+
+
+def test_recomputation_fits_every_chunk() -> None:
+    twice = {"recompute": "full", "recompute_num_layers": 2}
+    check_layout(with_layout(twice, pp=2), MOE)
+    with pytest.raises(ValueError, match="recompute_num_layers=2: expected a divisor of the 1"):
+        check_layout(with_layout(twice, pp=2, vpp=2), MOE)
+    check_layout(with_layout(twice | {"recompute_method": "block"}, pp=2, vpp=2), MOE)
 
 
 def test_the_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     assert read_sizes(Config()) == MOE
     save_dense_model(tmp_path)
     config = Config.model_validate({"model": {"path": str(tmp_path)}})
-    assert read_sizes(config) == Sizes(num_heads=4, num_kv_heads=2, num_experts=0)
+    assert read_sizes(config) == Sizes(
+        num_heads=4, num_kv_heads=2, num_experts=0, num_layers=2, expert_size=0
+    )
 
 
 def test_ranks_fit_the_cores() -> None:
@@ -144,26 +165,6 @@ def test_no_visible_gpu_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device(Config().cluster) == "cpu"
     assert device(Config.model_validate({"cluster": {"device": "cuda"}}).cluster) == "cuda"
-
-
-def test_the_installed_engine_is_new_enough() -> None:
-    check_engine()
-
-
-def test_an_old_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = tmp_path / "vllm-0.19.1.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.19.1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert metadata.version("vllm") == "0.19.1"
-    with pytest.raises(ValueError, match=r"expected vllm 0.26 or newer.*found 0.19.1: pip install"):
-        check_engine()
-
-
-def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(ValueError, match=r"expected vLLM 0.26 or newer.*found none: install"):
-        check_engine()
 
 
 def test_data_is_there(tmp_path: Path) -> None:

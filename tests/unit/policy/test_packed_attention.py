@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rltrain.parallel.tokens import TokenGrid, context_parallel_slice
 from rltrain.policy.torch_backend import packed_causal_attention
 
 
@@ -38,3 +39,18 @@ def test_equals_separate_sequences(lengths: list[int], value_size: int) -> None:
         gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[4], [8, 4, 12], [1200, 4, 8]])
+def test_a_share_of_the_queries_reads_all_keys(lengths: list[int]) -> None:
+    """Context parallelism: each of two ranks has a front and a back chunk of every sequence."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(sum(lengths), 2, 8, generator=generator) for _ in range(3))
+    expected = packed_causal_attention(query, key, value, lengths)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for rank in range(2):
+        grid = TokenGrid(cp_size=2, cp_rank=rank)
+        own = [context_parallel_slice(torch.arange(n), grid) for n in lengths]
+        rows = torch.cat([places + start for places, start in zip(own, starts, strict=True)])
+        found = packed_causal_attention(query[rows], key, value, lengths, torch.cat(own))
+        torch.testing.assert_close(found, expected[rows], rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
 """From rollouts to the batch, and from prompts to requests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,15 +15,19 @@ from rltrain.rollout.types import Rollout
 TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=6).map(tuple)
 
 
-def route_ref(rows: int) -> RouteRef:
+def route_ref(rows: int, missing: tuple[tuple[int, int], ...] = ()) -> RouteRef:
     return RouteRef(
         start_row=0,
         rows=rows,
-        num_layers=2,
+        missing=missing,
+        layers=(0, 1),
         experts_per_token=2,
+        num_experts=8,
         dtype="uint8",
+        block_sizes=(2,),
         checksums=(0,),
         weight_version=0,
+        producer="vLLM 0.30.0",
         blocks=("object",),
     )
 
@@ -59,6 +63,17 @@ def test_batch_holds_every_rollout_in_order(parts: list[tuple[Any, Any, int]]) -
     assert int(batch.route_mask.sum()) == int((batch.seq_lens - 1).sum())
 
 
+def test_missing_rows_are_out_of_the_mask_of_their_own_sample() -> None:
+    routes = route_ref(4, missing=((0, 1), (2, 4))), route_ref(2, missing=((1, 2),))
+    rollouts = [
+        rollout((1, 2), (3, 4, 5), routes=routes[0]),
+        rollout((1, 2), (3,), routes=routes[1]),
+    ]
+    batch = build_batch(rollouts, 2)
+    assert batch.route_mask is not None
+    assert batch.route_mask.tolist() == [False, True, False, False, False, True, False, False]
+
+
 def test_logprobs_keep_every_bit_of_float32() -> None:
     value = float(torch.tensor(-0.1, dtype=torch.float32))
     batch = build_batch([rollout((1,), (2,), logprobs=(value,))] * 2, 2)
@@ -80,6 +95,10 @@ def test_without_capture_there_are_neither_routes_nor_mask() -> None:
         ([rollout((1,), (2, 3), logprobs=(-1.0,))] * 2, "expected 2 log-probabilities"),
         ([rollout((1,), (2,)), rollout((1,), (2,), routes=None)], "found 1 with"),
         ([rollout((1,), (2,), routes=route_ref(2))] * 2, "tokens - 1 rows"),
+        (
+            [rollout((1,), (2, 3), routes=replace(route_ref(2), first_row=1))] * 2,
+            "tokens - 1 rows",
+        ),
     ],
 )
 def test_malformed_rollouts_are_refused(rollouts: list[Rollout], message: str) -> None:

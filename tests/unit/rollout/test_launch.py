@@ -64,7 +64,7 @@ def test_the_head_multiplies_in_fp32_where_the_engine_can() -> None:
 
 
 def test_capture_needs_an_engine_that_has_it() -> None:
-    capturing = replace(SPEC, capture=RouteCapture(SHAPE, 3, store=None))
+    capturing = replace(SPEC, capture=RouteCapture(SHAPE, store=None))
     assert chosen_args(capturing)["enable_return_routed_experts"]
     assert "enable_return_routed_experts" not in chosen_args(SPEC)
     with pytest.raises(ValueError, match=r"vllm>=0\.26"):
@@ -81,13 +81,18 @@ def test_old_vllm_is_refused() -> None:
 
 def test_capture_of_a_dense_model_is_refused() -> None:
     with pytest.raises(ValueError, match="no layer with a router"):
-        RouteCapture(replace(SHAPE, moe_layers=()), 1, store=None)
+        RouteCapture(replace(SHAPE, moe_layers=()), store=None)
 
 
-@pytest.mark.parametrize("layers_per_block", [0, 2, 4])
-def test_blocks_must_divide_the_layers(layers_per_block: int) -> None:
-    with pytest.raises(ValueError, match="does not divide the 3 layers"):
-        RouteCapture(SHAPE, layers_per_block, store=None)
+@pytest.mark.parametrize("block_sizes", [(2,), (2, 2), (0, 3), (4, -1)])
+def test_blocks_must_hold_the_layers(block_sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="sum to the 3 layers"):
+        RouteCapture(SHAPE, None, block_sizes)
+
+
+def test_blocks_may_be_of_unequal_sizes() -> None:
+    assert RouteCapture(SHAPE, None, (1, 2)).blocks == (1, 2)
+    assert RouteCapture(SHAPE, None).blocks == (3,)
 
 
 def test_prompts_are_never_cut_on_cpu() -> None:

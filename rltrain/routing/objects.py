@@ -1,0 +1,134 @@
+"""The routes of a step as objects of a store: several samples to one, a block of layers each.
+
+Routes of a sample are ``[rows, L, K]``. Blocks let a pipeline rank fetch the layers it owns alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from rltrain.batch import RouteRef
+from rltrain.routing.codec import RouteIds, checksum, encode, route_dtype
+from rltrain.routing.integrity import CheckedRoutes, RouteShape
+
+# Samples are put together until an object is this large: small enough that a rank which wants one
+# sample fetches little else, large enough that the store's cost per object vanishes.
+OBJECT_BYTES = 1 << 20
+
+
+def pack(
+    routes: Sequence[CheckedRoutes],
+    shape: RouteShape,
+    block_sizes: Sequence[int],
+    weight_version: int,
+    producer: str,
+) -> tuple[list[RouteIds], list[RouteRef]]:
+    """The arrays to put, and a reference for each sample whose ``blocks`` are positions in them."""
+    encoded = [encode(sample.ids, shape.num_experts) for sample in routes]
+    itemsize = route_dtype(shape.num_experts).itemsize
+    row_bytes = max(block_sizes) * shape.experts_per_token * itemsize
+    places = assign_objects([len(array) for array in encoded], row_bytes)
+    members: dict[int, list[RouteIds]] = {}
+    for array, (number, _) in zip(encoded, places, strict=True):
+        members.setdefault(number, []).append(array)
+    spans = _spans(block_sizes)
+    wholes = [np.concatenate(parts) for parts in members.values()]
+    objects = [np.ascontiguousarray(whole[:, span]) for whole in wholes for span in spans]
+    refs = [
+        RouteRef(
+            start_row=start,
+            rows=len(array),
+            missing=sample.missing,
+            layers=shape.moe_layers,
+            experts_per_token=shape.experts_per_token,
+            num_experts=shape.num_experts,
+            dtype=str(array.dtype),
+            block_sizes=tuple(block_sizes),
+            checksums=tuple(checksum(array[:, span]) for span in spans),
+            blocks=tuple(range(number * len(spans), (number + 1) * len(spans))),
+            weight_version=weight_version,
+            producer=producer,
+        )
+        for sample, array, (number, start) in zip(routes, encoded, places, strict=True)
+    ]
+    return objects, refs
+
+
+def assign_objects(rows: Sequence[int], bytes_per_row: int) -> list[tuple[int, int]]:
+    """Which object each sample goes to, and its first row there.
+
+    Samples keep their order; an object is closed when the next sample would make it larger than
+    ``OBJECT_BYTES``, so one that is larger by itself is alone in its object.
+    """
+    placed, number, filled = [], 0, 0
+    for count in rows:
+        if filled and (filled + count) * bytes_per_row > OBJECT_BYTES:
+            number, filled = number + 1, 0
+        placed.append((number, filled))
+        filled += count
+    return placed
+
+
+def blocks_of(ref: RouteRef, layers: Sequence[int]) -> list[int]:
+    """The blocks that hold the layers with the global numbers ``layers``."""
+    if unknown := sorted(set(layers) - set(ref.layers)):
+        raise ValueError(
+            f"expected layers among {list(ref.layers)}, which have routes by {ref.producer}, "
+            f"found {unknown}"
+        )
+    wanted = set(layers)
+    return [
+        block
+        for block, span in enumerate(_spans(ref.block_sizes))
+        if wanted.intersection(ref.layers[span])
+    ]
+
+
+def assemble(ref: RouteRef, arrays: Mapping[int, RouteIds], layers: Sequence[int]) -> RouteIds:
+    """One sample's routes ``[rows, len(layers), K]``, in the order of ``layers``, as a copy.
+
+    Args:
+        arrays: the object of every block in ``blocks_of(ref, layers)``, keyed by block.
+        layers: global numbers, any of ``ref.layers``.
+    Raises:
+        ValueError: when an object is not what ``ref`` says it is.
+    """
+    spans = _spans(ref.block_sizes)
+    found = np.empty((ref.rows, len(layers), ref.experts_per_token), dtype=ref.dtype)
+    for block in blocks_of(ref, layers):
+        held = ref.layers[spans[block]]
+        asked = [i for i, layer in enumerate(layers) if layer in held]
+        rows = _cut(ref, block, arrays[block])
+        found[:, asked] = rows[:, [held.index(layers[i]) for i in asked]]
+    return found
+
+
+def block_layers(ref: RouteRef) -> list[tuple[int, ...]]:
+    """The layers of each block."""
+    return [ref.layers[span] for span in _spans(ref.block_sizes)]
+
+
+def _spans(block_sizes: Sequence[int]) -> list[slice]:
+    """Where each block lies on the layer dim."""
+    ends = accumulate(block_sizes)
+    return [slice(end - size, end) for size, end in zip(block_sizes, ends, strict=True)]
+
+
+def _cut(ref: RouteRef, block: int, array: RouteIds) -> RouteIds:
+    """The sample's rows of one block's object, checked."""
+    shape = (ref.block_sizes[block], ref.experts_per_token)
+    end = ref.start_row + ref.rows
+    if array.ndim != 3 or array.shape[1:] != shape or len(array) < end or array.dtype != ref.dtype:
+        raise ValueError(
+            f"routes, block {block}: expected {ref.dtype} of [{end} or more, {shape[0]}, "
+            f"{shape[1]}], found {array.dtype} {list(array.shape)}"
+        )
+    rows = array[ref.start_row : end]
+    if (found := checksum(rows)) != ref.checksums[block]:
+        raise ValueError(
+            f"routes, block {block}, rows {ref.start_row} to {end}: checksum {found:#010x} is not "
+            f"{ref.checksums[block]:#010x}, that of the rows captured at weight version "
+            f"{ref.weight_version}: the object was changed or mixed up on its way"
+        )
+    return rows

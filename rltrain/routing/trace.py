@@ -1,0 +1,67 @@
+"""A hash trace of (tokens, routes) from the rollout engine to the routers.
+
+The engine hashes a sample's tokens and routes where it hands them over (`RouteRef`). Here the same
+hashes are taken of what the routers themselves read and used, put back into the sample's order:
+whatever lay between, transport, slicing, packing, schedule, did not change them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from rltrain.batch import RouteRef
+from rltrain.routing.codec import checksum
+from rltrain.routing.objects import block_layers
+
+
+def token_checksum(tokens: Sequence[int]) -> int:
+    """Of a sample's prompt and response; the last token is read by nobody and left out."""
+    return checksum(np.asarray(tokens[:-1], dtype=np.int64))
+
+
+def check_trace(
+    refs: Sequence[RouteRef],
+    read: Sequence[Tensor],
+    used: Sequence[Tensor],
+    stored: Sequence[Tensor],
+    layers: Sequence[int],
+    when: str,
+) -> int:
+    """Compare what the routers of ``layers`` did with what the engine sent.
+
+    Args:
+        read: per sample the tokens that their rows read  # [tokens]
+        used: per sample the experts they used  # [tokens, len(layers), K]
+        stored: per sample the experts that were fetched; they stand in for the rows without a
+            captured route, which the routers chose themselves  # [tokens, len(layers), K]
+        when: which pass, for the error
+
+    Returns:
+        How many hashes were compared; blocks of which ``layers`` hold a part have none.
+
+    Raises:
+        RuntimeError: naming sample, layers and pass.
+    """
+    compared = 0
+    for number, (ref, tokens, experts, fetched) in enumerate(
+        zip(refs, read, used, stored, strict=True)
+    ):
+        where = f"{when}, sample {number} by {ref.producer} at weight version {ref.weight_version}"
+        if token_checksum(tokens.tolist()) != ref.token_checksum:
+            raise RuntimeError(f"{where}: the routers read other tokens than the engine")
+        rows = experts[: ref.rows].clone()
+        for start, end in ref.missing:
+            rows[start:end] = fetched[start:end]
+        compared += 1
+        for block, held in enumerate(block_layers(ref)):
+            if not set(held) <= set(layers):
+                continue
+            found = checksum(rows[:, [layers.index(layer) for layer in held]].numpy())
+            if found != ref.checksums[block]:
+                raise RuntimeError(
+                    f"{where}, layers {list(held)}: the routers used other experts than the engine "
+                    f"captured (checksum {found:#010x}, not {ref.checksums[block]:#010x})"
+                )
+            compared += 1
+    return compared

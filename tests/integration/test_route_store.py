@@ -1,0 +1,47 @@
+"""Routes through Ray's real object store, at every width, to ranks that own some of the layers."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from rltrain.policy.routes import fetch_routes
+from rltrain.rollout.launch import RouteCapture
+from rltrain.rollout.route_store import RouteStore, store_routes
+from rltrain.routing.codec import decode
+from rltrain.routing.integrity import RouteShape, check_routes
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Any]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield RouteStore.remote()
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("num_experts", [255, 256, 257, 512])
+@pytest.mark.parametrize("layers", [(1, 4), (5,), (7, 2)])
+def test_what_was_captured_is_what_is_fetched(
+    store: Any, num_experts: int, layers: tuple[int, ...]
+) -> None:
+    shape = RouteShape(8, (1, 2, 4, 5, 7), num_experts, experts_per_token=3)
+    rng = np.random.default_rng(num_experts)
+    captured = [rng.random((n, 8, num_experts)).argsort(-1)[..., :3] for n in (4, 9, 2)]
+    captured[0][0, :, 0], captured[0][0, :, 1:] = num_experts - 1, (0, 1)
+    routes = [captured[0], captured[1][:6], captured[2]]
+    tokens = [range(len(array) + 1) for array in captured]
+    capture = RouteCapture(shape, store, (1, 3, 1), "live")
+    checked = check_routes(routes, tokens, shape, ["a", "b", "c"], "vLLM", capture.fallback)
+    refs = asyncio.run(store_routes(checked, capture, weight_version=2, producer="vLLM"))
+    assert [ref.missing for ref in refs] == [(), ((6, 9),), ()]
+    for found, ids, there in zip(fetch_routes(refs, layers), captured, (4, 6, 2), strict=True):
+        experts = decode(torch.from_numpy(found)).numpy()
+        assert experts.shape == (len(ids), len(layers), 3)
+        assert np.array_equal(experts[:there], ids[:there, list(layers)])
+        assert all(len(set(row)) == 3 for row in experts.reshape(-1, 3).tolist())
