@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from rltrain.controller.preflight import count_gpus
-from rltrain.policy.layout_case import LAYOUTS, MODELS, Case, whole_product
+from rltrain.policy.layout_case import LAYOUTS, Case, whole_product
+from rltrain.policy.layout_models import MODELS
 from rltrain.policy.layout_row import NATIVE, PERTURBED, RECORDED, Row, read_row, result_file
 from rltrain.policy.ranks import RanksFailed, run_ranks
 from rltrain.policy.verify import run_cases, run_reference

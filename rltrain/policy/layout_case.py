@@ -6,29 +6,9 @@ from itertools import product
 from typing import Any
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
+from rltrain.policy.layout_models import MODELS
 from rltrain.weights.architecture import Architecture
 
-# An odd vocabulary, which tp=2 has to pad; two key-value heads, which tp=2 shares out.
-QWEN3_LIKE = Architecture(
-    family="qwen3_moe",
-    num_layers=4,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn_size=48,
-    vocab_size=61,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    max_positions=64,
-    num_experts=8,
-    experts_per_token=2,
-    expert_size=24,
-    norm_topk_prob=True,
-    moe_layers=(0, 1, 2, 3),
-)
-MODELS: dict[str, Architecture] = {"qwen3": QWEN3_LIKE}
 # Two sequences a data-parallel rank of 4; the tokens of ranks and micro-batches differ widely.
 SEQ_LENS = (3, 17, 5, 9, 2, 30, 1, 12)
 MAX_TOKENS = 32

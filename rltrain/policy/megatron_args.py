@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 MAY_CHANGE = frozenset(
     {"moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate"}
@@ -41,6 +41,8 @@ INSTEAD = {
 
 ALWAYS_OURS = INSTEAD.keys() | {
     "num_moe_experts",
+    "multi_latent_attention",
+    "mtp_num_layers",
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -56,11 +58,12 @@ def megatron_config(asked: Mapping[str, Any], **ours: Any) -> TransformerConfig:
         ValueError: ``asked`` names a field that Megatron lacks or that rltrain sets, or Megatron
             refuses the whole.
     """
-    known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
+    kind = MLATransformerConfig if ours.get("multi_latent_attention") else TransformerConfig
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
     for name in asked:
         _check(name, known, (ours.keys() | ALWAYS_OURS) - MAY_CHANGE)
     try:
-        return TransformerConfig(**{**ours, **asked})
+        return kind(**{**ours, **asked})
     except (AssertionError, TypeError, ValueError) as error:
         if not asked:
             raise

@@ -11,6 +11,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -22,8 +23,9 @@ from rltrain.parallel.layers import Pipeline, route_layers
 from rltrain.policy.guards import check_armed, check_replayable, check_schedule
 from rltrain.policy.megatron_args import megatron_config
 from rltrain.policy.mesh import Mesh
-from rltrain.policy.torch_backend import torch_block_spec
-from rltrain.weights.architecture import Architecture
+from rltrain.policy.mtp import frozen_mtp_block
+from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
+from rltrain.weights.architecture import MLA, Architecture
 
 
 def build_model(
@@ -78,9 +80,10 @@ def _build_chunk(
     device: torch.device,
 ) -> GPTModel:
     vp_stage = number if mesh.vpp_size > 1 else None
+    block_spec = _block_spec(config, policy, device, vp_stage)
     model = GPTModel(
         config,
-        _block_spec(config, policy, device, vp_stage),
+        block_spec,
         vocab_size=arch.padded_vocab_size(mesh.tp_size),
         max_sequence_length=arch.max_positions,
         pre_process=mesh.reads_tokens(number),
@@ -90,6 +93,9 @@ def _build_chunk(
         rotary_base=arch.rope_theta,
         vp_stage=vp_stage,
     )
+    if arch.mtp_layers > 0 and mesh.yields_logits(number):
+        backend = _backend(policy, device)
+        model.mtp = frozen_mtp_block(config, block_spec, arch.mtp_layers, backend, vp_stage)
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
     if config.moe_enable_routing_replay:
@@ -156,7 +162,7 @@ def transformer_config(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=arch.qk_norm,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -182,6 +188,7 @@ def transformer_config(
         finalize_model_grads_func=finalize_model_grads,
         **_recompute_options(policy),
         **_expert_options(arch, policy, device, routing_replay),
+        **(_latent_attention_options(arch.mla, arch.rope_theta) if arch.mla else {}),
     )
 
 
@@ -213,6 +220,21 @@ def _recompute_options(policy: PolicyConfig) -> dict[str, Any]:
     return {}
 
 
+def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": rope_theta,
+        # Megatron's default, 40, is for YaRN.
+        "rotary_scaling_factor": 1.0,
+    }
+
+
 def _expert_options(
     arch: Architecture, policy: PolicyConfig, device: torch.device, routing_replay: bool
 ) -> dict[str, Any]:
@@ -224,6 +246,12 @@ def _expert_options(
         "moe_ffn_hidden_size": arch.expert_size,
         "moe_layer_freq": [int(i in arch.moe_layers) for i in range(arch.num_layers)],
         "moe_router_topk": arch.experts_per_token,
+        "moe_router_score_function": arch.score_function,
+        "moe_router_enable_expert_bias": arch.expert_bias,
+        "moe_router_num_groups": arch.num_groups if arch.num_groups > 1 else None,
+        "moe_router_group_topk": arch.groups_per_token if arch.num_groups > 1 else None,
+        "moe_router_topk_scaling_factor": arch.routed_scaling,
+        "moe_shared_expert_intermediate_size": arch.shared_expert_size or None,
         # Softmax over all experts, or over the chosen ones, which is what normalizing amounts to.
         "moe_router_pre_softmax": not arch.norm_topk_prob,
         "moe_router_dtype": None if router == "params" else router,
@@ -243,6 +271,14 @@ def _block_spec(
     if uses_transformer_engine(policy, device):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     return torch_block_spec(config, vp_stage=vp_stage)
+
+
+def _backend(policy: PolicyConfig, device: torch.device) -> BackendSpecProvider:
+    if uses_transformer_engine(policy, device):
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        return TESpecProvider()
+    return TorchSpecProvider()
 
 
 def _nan_(weight: torch.Tensor) -> None:

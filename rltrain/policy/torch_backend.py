@@ -33,6 +33,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 
 from rltrain.parallel.tokens import TokenGrid, context_parallel_slice
+from rltrain.policy.torch_mla import TorchDuplicatedLinear, TorchMLASelfAttention
 
 # One more attention call costs about as much as one more sequence of this length.
 _CALL_COST_IN_TOKENS = 256
@@ -175,6 +176,8 @@ class TorchAttention(torch.nn.Module):
         attention_type: str,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
@@ -328,6 +331,9 @@ class TorchSpecProvider(BackendSpecProvider):
     def row_parallel_linear(self) -> type:
         return RowParallelLinear
 
+    def linear(self) -> type:
+        return TorchDuplicatedLinear
+
     def fuse_layernorm_and_linear(self) -> bool:
         return True
 
@@ -355,9 +361,13 @@ class TorchSpecProvider(BackendSpecProvider):
 def torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's own decoder block for Transformer Engine, with the torch parts in it.
 
-    Megatron hard-codes the provider in two module globals; they are ours while it builds the spec.
+    Megatron hard-codes the provider in module globals; they are ours while it builds the spec.
     """
-    ours = {"TESpecProvider": TorchSpecProvider, "TENorm": TorchNorm}
+    ours = {
+        "TESpecProvider": TorchSpecProvider,
+        "TENorm": TorchNorm,
+        "MLASelfAttention": TorchMLASelfAttention,
+    }
     theirs = {
         name: getattr(gpt_layer_specs, name) for name in ours if hasattr(gpt_layer_specs, name)
     }

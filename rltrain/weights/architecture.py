@@ -11,13 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-FamilyName = Literal["qwen3_moe", "qwen3"]
+FamilyName = Literal["qwen3_moe", "qwen3", "deepseek_v3"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 
 SUPPORTED: dict[str, FamilyName] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Hugging Face architecture class -> family. A family has a map of its weights in this package."""
+"""Hugging Face architecture class -> family that `read_architecture` reads."""
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention: queries, keys and values come from low-rank latents."""
+
+    q_lora_rank: int | None
+    """None: queries are made from the hidden state at once."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """The part of a query and a key that the rotary embedding leaves alone, and next, turns."""
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,59 @@ class Architecture:
     """True: softmax over the chosen logits. False: over all of them, before the choice."""
     moe_layers: tuple[int, ...] = ()
     """The layers that have a router."""
+    score_function: ScoreFunction = "softmax"
+    """What makes scores of the router's logits."""
+    expert_bias: bool = False
+    """A bias per expert is added to the scores for the choice, and not for the weights."""
+    num_groups: int = 1
+    """Experts come in so many equal groups. A token takes its experts from those
+    ``groups_per_token`` groups whose two best experts have the largest sum of scores."""
+    groups_per_token: int = 1
+    routed_scaling: float = 1.0
+    """Factor of the weights of the chosen experts."""
+    shared_expert_size: int = 0
+    """Intermediate size of the expert that every token goes through besides; 0: there is none."""
+    qk_norm: bool = True
+    """Queries and keys are normed head by head; with ``mla`` their latents are."""
+    mla: MLA | None = None
+    """With it, ``head_dim`` is its ``qk_head_dim`` and ``num_kv_heads`` is ``num_heads``."""
+    mtp_layers: int = 0
+    """How many layers follow the last one to predict further tokens (docs/adr/0008-mtp.md)."""
+
+    def __post_init__(self) -> None:
+        sigmoid = self.score_function == "sigmoid"
+        if not sigmoid and (self.expert_bias or self.num_groups > 1):
+            raise ValueError("expert_bias and num_groups > 1 need score_function='sigmoid'")
+        if sigmoid and not self.norm_topk_prob:
+            raise ValueError(
+                "score_function='sigmoid' needs norm_topk_prob=True: Megatron always normalizes "
+                "the weights of a token's experts then"
+            )
+        if self.num_groups > 1:
+            self._check_groups()
+        if self.mla and (self.head_dim, self.num_kv_heads) != (
+            self.mla.qk_head_dim,
+            self.num_heads,
+        ):
+            raise ValueError(
+                f"with MLA head_dim={self.head_dim} must be qk_head_dim={self.mla.qk_head_dim} and "
+                f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}"
+            )
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.num_groups or self.groups_per_token > self.num_groups:
+            raise ValueError(
+                f"num_groups={self.num_groups} must divide num_experts={self.num_experts} and be "
+                f"at least groups_per_token={self.groups_per_token}"
+            )
+        # Megatron adds up the best experts_per_token // groups_per_token of a group. For 0 of them
+        # every group scores the same, and it picks any without a word.
+        if self.experts_per_token // self.groups_per_token != 2:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} of "
+                f"groups_per_token={self.groups_per_token} groups: Megatron scores a group by its "
+                "two best experts only where the quotient is 2"
+            )
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding and of the output head, so that ``tp`` ranks hold equally many."""

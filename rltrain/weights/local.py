@@ -1,9 +1,10 @@
-"""Which of the model's parameters this rank holds."""
+"""Which of the model's parameters and buffers this rank holds."""
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
@@ -11,13 +12,16 @@ from rltrain.weights.placement import Placement
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+_BUFFER = ".mlp.router.expert_bias"
 _WRAPPERS = re.compile(r"^(module\.)+")
 
 
 def local_parameters(
     chunks: Sequence[nn.Module], arch: Architecture, placement: Placement
-) -> dict[str, nn.Parameter]:
+) -> dict[str, Tensor]:
     """Global Megatron name -> the parameter that this rank holds of it, perhaps only a cut of it.
+
+    Expert biases, which are buffers, are among them; Megatron's other buffers hold no weights.
 
     ``chunks`` are this rank's Megatron models, one for each virtual pipeline stage, wrapped in DDP
     or not. Layer numbers come from the layers themselves (``layer_number``, global, from 1), so
@@ -29,15 +33,16 @@ def local_parameters(
             "choose an ep that divides them"
         )
     first_expert = placement.ep.rank * (arch.num_experts // placement.ep.size)
-    found: dict[str, nn.Parameter] = {}
+    found: dict[str, Tensor] = {}
     for chunk in chunks:
         layers = _layer_numbers(chunk)
-        for wrapped, parameter in chunk.named_parameters():
+        for wrapped, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
             name = _WRAPPERS.sub("", wrapped)
             name = _LAYER.sub(lambda m, layers=layers: f"decoder.layers.{layers[m[1]]}", name)  # type: ignore[misc]
             name = _EXPERT.sub(lambda m: str(first_expert + int(m[1])), name)
-            assert name not in found, f"two parameters are {name}"
-            found[name] = parameter
+            if isinstance(tensor, nn.Parameter) or name.endswith(_BUFFER):
+                assert name not in found, f"two parameters are {name}"
+                found[name] = tensor
     _check(found, arch, placement)
     return found
 
@@ -54,7 +59,7 @@ def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def _check(found: dict[str, nn.Parameter], arch: Architecture, placement: Placement) -> None:
+def _check(found: dict[str, Tensor], arch: Architecture, placement: Placement) -> None:
     """The model and the map agree on what there is, so that nothing is left out silently."""
     every = {parameter.name: parameter for parameter in parameters(arch)}
     if unknown := sorted(found.keys() - every.keys()):

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rltrain.weights.architecture import Architecture
+from rltrain.weights.architecture import MLA, Architecture
 from rltrain.weights.placement import Axis, Placement
 
 
@@ -41,6 +41,8 @@ class Rule:
     and its value, as Megatron's ``linear_qkv`` has them."""
     cut: int | None = None
     """The dim of every part that tensor parallelism cuts; None: every rank has all of it."""
+    kind: Literal["trained", "frozen", "buffer"] = "trained"
+    """``frozen`` has no gradient. Neither has a ``buffer``, which is fp32 in every checkpoint."""
     padded: bool = False
     """Rows of zeros follow where the vocabulary is no multiple of the tensor-parallel size."""
 
@@ -55,6 +57,9 @@ class Layout:
     moe: tuple[Rule, ...]
     expert: tuple[Rule, ...]
     last: tuple[Rule, ...]
+    mtp: tuple[Rule, ...] = ()
+    """Of a layer that predicts further tokens, and next, of its experts; ``{depth}`` counts it."""
+    mtp_expert: tuple[Rule, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,25 @@ def sizes(arch: Architecture) -> dict[str, int]:
     return {
         "vocab": arch.vocab_size,
         "hidden": arch.hidden_size,
+        "twice_hidden": 2 * arch.hidden_size,
         "q": arch.num_heads * arch.head_dim,
         "kv": arch.num_kv_heads * arch.head_dim,
         "head": arch.head_dim,
         "ffn": arch.ffn_size,
         "experts": arch.num_experts,
         "expert": arch.expert_size,
+        "shared": arch.shared_expert_size,
+        **(_latent_sizes(arch.mla, arch.num_heads) if arch.mla else {}),
+    }
+
+
+def _latent_sizes(mla: MLA, num_heads: int) -> dict[str, int]:
+    return {
+        "q_latent": mla.q_lora_rank or 0,
+        "kv_latent": mla.kv_lora_rank,
+        "kv_latent_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
+        "k_nope_and_v": num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+        "v": num_heads * mla.v_head_dim,
     }
 
 
@@ -107,7 +125,8 @@ def expand(layout: Layout, arch: Architecture) -> tuple[Parameter, ...]:
 
     def spell(rule: Rule, layer: int | None = None, expert: int | None = None) -> Parameter:
         def fill(name: str) -> str:
-            return name.format(layer=layer, expert=expert)
+            depth = None if layer is None else layer - arch.num_layers
+            return name.format(layer=layer, expert=expert, depth=depth)
 
         tensors = tuple(
             HfTensor(
@@ -128,6 +147,9 @@ def expand(layout: Layout, arch: Architecture) -> tuple[Parameter, ...]:
         found += [spell(rule, layer) for rule in rules]
         experts = range(arch.num_experts if is_moe else 0)
         found += [spell(rule, layer, e) for rule in layout.expert for e in experts]
+    for layer in range(arch.num_layers, arch.num_layers + arch.mtp_layers):
+        found += [spell(rule, layer) for rule in layout.mtp]
+        found += [spell(r, layer, e) for r in layout.mtp_expert for e in range(arch.num_experts)]
     return (*found, *(spell(rule) for rule in layout.last))
 
 

@@ -11,6 +11,39 @@ _EXPERT = _HF + "mlp.experts.{expert}."
 _GATE_UP = _HF + "mlp.experts.gate_up_proj"
 _NORM_BEFORE_MLP = Part(_HF + "post_attention_layernorm.weight", "hidden")
 
+ATTENTION = (
+    Rule(
+        _MEGATRON + "self_attention.linear_qkv.layer_norm_weight",
+        (Part(_HF + "input_layernorm.weight", "hidden"),),
+    ),
+    Rule(
+        _MEGATRON + "self_attention.linear_qkv.weight",
+        (
+            Part(_HF + "self_attn.q_proj.weight", "q hidden"),
+            Part(_HF + "self_attn.k_proj.weight", "kv hidden"),
+            Part(_HF + "self_attn.v_proj.weight", "kv hidden"),
+        ),
+        join="qkv",
+        cut=0,
+    ),
+    Rule(
+        _MEGATRON + "self_attention.linear_proj.weight",
+        (Part(_HF + "self_attn.o_proj.weight", "hidden q"),),
+        cut=1,
+    ),
+)
+
+QK_NORM = (
+    Rule(
+        _MEGATRON + "self_attention.q_layernorm.weight",
+        (Part(_HF + "self_attn.q_norm.weight", "head"),),
+    ),
+    Rule(
+        _MEGATRON + "self_attention.k_layernorm.weight",
+        (Part(_HF + "self_attn.k_norm.weight", "head"),),
+    ),
+)
+
 QWEN3 = Layout(
     first=(
         Rule(
@@ -20,35 +53,7 @@ QWEN3 = Layout(
             padded=True,
         ),
     ),
-    attention=(
-        Rule(
-            _MEGATRON + "self_attention.linear_qkv.layer_norm_weight",
-            (Part(_HF + "input_layernorm.weight", "hidden"),),
-        ),
-        Rule(
-            _MEGATRON + "self_attention.linear_qkv.weight",
-            (
-                Part(_HF + "self_attn.q_proj.weight", "q hidden"),
-                Part(_HF + "self_attn.k_proj.weight", "kv hidden"),
-                Part(_HF + "self_attn.v_proj.weight", "kv hidden"),
-            ),
-            join="qkv",
-            cut=0,
-        ),
-        Rule(
-            _MEGATRON + "self_attention.q_layernorm.weight",
-            (Part(_HF + "self_attn.q_norm.weight", "head"),),
-        ),
-        Rule(
-            _MEGATRON + "self_attention.k_layernorm.weight",
-            (Part(_HF + "self_attn.k_norm.weight", "head"),),
-        ),
-        Rule(
-            _MEGATRON + "self_attention.linear_proj.weight",
-            (Part(_HF + "self_attn.o_proj.weight", "hidden q"),),
-            cut=1,
-        ),
-    ),
+    attention=ATTENTION + QK_NORM,
     dense=(
         Rule(_MEGATRON + "mlp.linear_fc1.layer_norm_weight", (_NORM_BEFORE_MLP,)),
         Rule(

@@ -17,7 +17,7 @@ from rltrain.weights.mapping import Parameter, disassemble
 from rltrain.weights.placement import Axis, Grid, Placement
 
 
-def weights_of(parameter: nn.Parameter) -> Tensor:
+def weights_of(parameter: Tensor) -> Tensor:
     return parameter.data
 
 
@@ -27,7 +27,7 @@ def full_tensors(
     arch: Architecture,
     mesh: Grid,
     dtype: torch.dtype,
-    value: Callable[[nn.Parameter], Tensor] = weights_of,
+    value: Callable[[Tensor], Tensor] = weights_of,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor in ``dtype``), the same on every rank.
 
@@ -38,27 +38,31 @@ def full_tensors(
     optimizer step, and write to none.
 
     ``value`` picks what is gathered of a parameter: its weights, or anything of the same shape,
-    like ``lambda p: p.main_grad``.
+    like ``lambda p: p.main_grad``. What is not trained has weights only and is left out then.
+    Buffers keep their fp32 whatever ``dtype``.
     """
     placement = Placement.of(mesh)
     held = local_parameters(chunks, arch, placement)
-    owned = [parameter for parameter in parameters(arch) if not parameter.copy]
+    owned = [
+        parameter
+        for parameter in parameters(arch)
+        if not parameter.copy and (value is weights_of or parameter.rule.kind == "trained")
+    ]
     stages = _stages(owned, held, placement.pp)
     for batch in _batches(owned, placement.ep.size):
+        kept = torch.float32 if batch[0].rule.kind == "buffer" else dtype
         stage = stages[batch[0].name]
         if stage == placement.pp.rank:
-            named = _gather(batch, held, arch, placement, dtype, value)
+            named = _gather(batch, held, arch, placement, kept, value)
         else:
             device = next(iter(held.values())).device
-            named = _empty(batch, dtype, device)
+            named = _empty(batch, kept, device)
         for _, tensor in named if placement.pp.size > 1 else ():
             dist.broadcast(tensor, group=placement.pp.group, group_src=stage)
         yield from named
 
 
-def _stages(
-    owned: Sequence[Parameter], held: Mapping[str, nn.Parameter], pp: Axis
-) -> dict[str, int]:
+def _stages(owned: Sequence[Parameter], held: Mapping[str, Tensor], pp: Axis) -> dict[str, int]:
     """Megatron name -> the pipeline stage that has it."""
     layers = {parameter.layer for parameter in owned if parameter.name in held}
     mine = [p.name in held if p.layer is None else p.layer in layers for p in owned]
@@ -86,11 +90,11 @@ def _batches(owned: Sequence[Parameter], ep: int) -> Iterator[list[Parameter]]:
 
 def _gather(
     batch: Sequence[Parameter],
-    held: Mapping[str, nn.Parameter],
+    held: Mapping[str, Tensor],
     arch: Architecture,
     placement: Placement,
     dtype: torch.dtype,
-    value: Callable[[nn.Parameter], Tensor],
+    value: Callable[[Tensor], Tensor],
 ) -> list[tuple[str, Tensor]]:
     """The Hugging Face tensors of a batch, on the ranks of the stage that has it."""
     ep = placement.ep if batch[0].expert is not None else Axis()

@@ -149,7 +149,7 @@ def forward_backward(
 
     get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(batches),
+        data_iterator=[iter(batches) for _ in chunks],
         model=chunks,
         num_microbatches=len(batches),
         seq_length=1,

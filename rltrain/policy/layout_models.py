@@ -1,0 +1,55 @@
+"""The tiny models that layouts are proven on. Pure."""
+
+from dataclasses import replace
+
+from rltrain.weights.architecture import MLA, Architecture
+
+# An odd vocabulary, which tp=2 has to pad; two key-value heads, which tp=2 shares out.
+QWEN3_LIKE = Architecture(
+    family="qwen3_moe",
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=48,
+    vocab_size=61,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    max_positions=64,
+    num_experts=8,
+    experts_per_token=2,
+    expert_size=24,
+    norm_topk_prob=True,
+    moe_layers=(0, 1, 2, 3),
+)
+# A dense layer first; every token takes 4 experts of the 8 in the best 2 of 4 groups.
+DEEPSEEK_LIKE = replace(
+    QWEN3_LIKE,
+    family="deepseek_v3",
+    num_experts=16,
+    experts_per_token=4,
+    moe_layers=(1, 2, 3),
+    score_function="sigmoid",
+    expert_bias=True,
+    num_groups=4,
+    groups_per_token=2,
+    routed_scaling=2.5,
+    shared_expert_size=16,
+    qk_norm=False,
+)
+# Values and keys differ in size, and no rank of a latent is that of another.
+LATENT = replace(
+    DEEPSEEK_LIKE,
+    num_kv_heads=4,
+    head_dim=12,
+    qk_norm=True,
+    mla=MLA(q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
+)
+MODELS: dict[str, Architecture] = {
+    "qwen3": QWEN3_LIKE,
+    "deepseek": DEEPSEEK_LIKE,
+    "deepseek mla": LATENT,
+    "deepseek mtp": replace(LATENT, mtp_layers=2),
+}
