@@ -20,12 +20,13 @@ def test_the_page_is_current():
 def test_every_name_is_area_slash_name_and_stands_once():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
-    assert all(re.fullmatch(r"[a-z_0-9]+(/[a-z_0-9]+|/layer_\{layer\})+", name) for name in names)
+    part = r"/([a-z_0-9]+|layer_\{layer\}|part_\{part\})"
+    assert all(re.fullmatch(rf"[a-z_0-9]+({part})+", name) for name in names)
 
 
 def test_a_name_matches_one_entry_only():
     for metric in METRICS:
-        name = metric.name.replace("{layer}", "3")
+        name = metric.name.replace("{layer}", "3").replace("{part}", "3")
         assert [m for m in METRICS if m.pattern.fullmatch(name)] == [metric]
         assert find(name) is metric
 
