@@ -48,7 +48,7 @@ class Axis:
 
 def linear_ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Round numbers, evenly spaced, from at or below ``low`` to at or above ``high``."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # no room for round numbers between them
         pad = abs(low) / 2 or 0.5
         low, high = low - pad, high + pad
     rough = (high - low) / about

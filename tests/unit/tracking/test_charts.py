@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rltrain.tracking.charts import (
@@ -23,6 +23,7 @@ VALUES = st.floats(-1e6, 1e6, allow_nan=False).filter(lambda v: v == 0 or abs(v)
 
 
 @given(VALUES, VALUES)
+@example(1e6, 999999.9999999999)
 def test_linear_ticks_hold_the_range_in_few_even_steps(a, b):
     low, high = min(a, b), max(a, b)
     ticks = linear_ticks(low, high)
