@@ -1,6 +1,8 @@
 """The console script ``rltrain``: one command a line in ``COMMANDS``."""
 
+import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from rltrain.config.reference import keys, show
@@ -42,6 +44,9 @@ def report(arguments: Arguments) -> int:
 
 def verify(arguments: Arguments) -> int:
     """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
+    # Megatron's, on import, about packages it can do without; here and in the ranks.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+    warnings.simplefilter("ignore", UserWarning)
     from rltrain.cli.verify import verify as run
 
     return run(arguments)

@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -22,11 +22,12 @@ TOLERANCE = 1e-4
 ROW_TIMEOUT_S = 180.0
 
 
-USAGE = """usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME]
+USAGE = f"""usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME]
 
-  --full    every layout with every model, recomputation and dispatcher that it allows
+  --full    every layout with every recomputation and dispatcher that it allows, on all models
   --only    rows whose name contains TEXT, as in 'pp=2' or 'cp=2 pp=2'
-  --models  with --full: """
+  --models  {", ".join(MODELS)}; the first without --full
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def verify(arguments: Sequence[str]) -> int:
 
     def report(result: Result) -> None:
         results.append(result)
-        sys.stdout.write(line(result, len(results) + len(too_large), len(cases)))
+        sys.stdout.write(line(result))
         sys.stdout.flush()
 
     sys.stdout.write(head())
@@ -133,7 +134,7 @@ def head() -> str:
     return "  ".join(name.ljust(_width(name)) for name in names).rstrip() + "\n"
 
 
-def line(result: Result, number: int, total: int) -> str:
+def line(result: Result) -> str:
     """One row of the table; a failed row's problem follows below it."""
     cells = dict(result.case.cells)
     if (row := result.row) is not None:
@@ -169,15 +170,20 @@ def _width(name: str) -> int:
 
 
 def _chosen(arguments: Sequence[str]) -> list[Case]:
-    parser = argparse.ArgumentParser(prog="rltrain verify", usage=USAGE + ", ".join(MODELS))
+    parser = argparse.ArgumentParser(prog="rltrain verify", usage=USAGE)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--only", default="")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models")
     options = parser.parse_args(list(arguments))
-    models = options.models.split(",")
+    every = list(MODELS)
+    models = options.models.split(",") if options.models else every if options.full else every[:1]
     if unknown := sorted(set(models) - set(MODELS)):
         raise ValueError(f"--models {','.join(unknown)}: expected some of {', '.join(MODELS)}")
-    cases = whole_product(models) if options.full else list(LAYOUTS)
+    cases = (
+        whole_product(models)
+        if options.full
+        else [replace(case, model=model) for model in models for case in LAYOUTS]
+    )
     found = [case for case in cases if options.only in case.name]
     if not found:
         raise ValueError(

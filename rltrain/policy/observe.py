@@ -11,8 +11,10 @@ from torch import Tensor
 
 from rltrain.algorithms.objective import Sums
 from rltrain.batch import Batch
+from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
 from rltrain.policy.passes import ModelOnMesh, accumulate
+from rltrain.weights.architecture import Architecture
 from rltrain.weights.sender import full_tensors
 
 
@@ -71,23 +73,22 @@ def observe(
         float(loss),
         logits if mesh.is_last_stage else None,
         logprobs if mesh.is_last_stage else None,
-        whole_gradients(model),
+        whole_gradients(model.chunks, model.arch, mesh),
     )
 
 
-def whole_gradients(model: ModelOnMesh) -> dict[str, Tensor]:
+def whole_gradients(chunks: Sequence[Any], arch: Architecture, mesh: Mesh) -> dict[str, Tensor]:
     """Every parameter's gradient after a pass, by Hugging Face name, in fp32. Collective.
 
     The distributed optimizer keeps one data-parallel shard of ``main_grad`` on each rank.
     """
-    chunks: Sequence[Any] = model.chunks
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    named = full_tensors(chunks, model.arch, model.mesh, torch.float32, main_grad)
+    named = full_tensors(chunks, arch, mesh, torch.float32, main_grad)
     return {name: tensor.cpu().clone() for name, tensor in named}
 
 

@@ -15,8 +15,9 @@ from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.policy.layout_models import DEEPSEEK_LIKE, LATENT, MODELS
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
+from rltrain.weights.seeded import fill, seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
-from tests.distributed.tiny import Layout, fill, forward_backward, gather_gradient_shards, seeded
+from tests.distributed.tiny import Layout, forward_backward
 
 pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
@@ -103,6 +104,7 @@ def run_cases(rank: int, folder: Path) -> None:
 
 def _run_case(rank: int, folder: Path, name: str, case: str) -> None:
     from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.observe import whole_gradients
     from rltrain.policy.optimizer import build_optimizer, take_step
     from rltrain.weights.sender import full_tensors
 
@@ -120,9 +122,7 @@ def _run_case(rank: int, folder: Path, name: str, case: str) -> None:
     found = {f"logits/{i}": x for i, x in logits.items()}
     if mesh.is_last_stage:
         found["loss"] = loss
-    gather_gradient_shards(chunks)
-    main_grads = full_tensors(chunks, arch, mesh, torch.float32, lambda p: p.main_grad)
-    found |= {f"gradient/{n}": x.clone() for n, x in main_grads}
+    found |= {f"gradient/{n}": x for n, x in whole_gradients(chunks, arch, mesh).items()}
     learning_rate.step()
     found["norm"] = torch.tensor(take_step(optimizer))
     found |= {f"weight/{n}": x.clone() for n, x in full_tensors(chunks, arch, mesh, torch.float32)}

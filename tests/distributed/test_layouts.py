@@ -9,15 +9,9 @@ from torch import Tensor
 
 from rltrain.config.algorithm import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
+from rltrain.weights.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
-from tests.distributed.tiny import (
-    ARCH,
-    LENGTHS,
-    Layout,
-    fill,
-    forward_backward,
-    gather_gradient_shards,
-)
+from tests.distributed.tiny import ARCH, LENGTHS, Layout, forward_backward
 
 REFERENCE = "one sequence at a time"
 LAYOUTS = {
@@ -82,6 +76,7 @@ def run_layouts(rank: int, folder: Path) -> None:
 def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
     from rltrain.policy.mesh import destroy_mesh, init_mesh
     from rltrain.policy.model import build_model
+    from rltrain.policy.observe import whole_gradients
     from rltrain.policy.optimizer import build_optimizer, take_step
     from rltrain.weights.sender import full_tensors
 
@@ -99,9 +94,8 @@ def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
         optimizer.zero_grad()
         logits, found[f"update {update}/loss"] = forward_backward(chunks, layout, mesh)
         found |= {f"update {update}/logits/{i}": x for i, x in logits.items()}
-        gather_gradient_shards(chunks)
-        main_grads = full_tensors(chunks, ARCH, mesh, torch.float32, lambda p: p.main_grad)
-        found |= {f"update {update}/gradient/{n}": x.clone() for n, x in main_grads}
+        gradients = whole_gradients(chunks, ARCH, mesh)
+        found |= {f"update {update}/gradient/{n}": x for n, x in gradients.items()}
         learning_rate.step()
         found[f"update {update}/norm"] = torch.tensor(take_step(optimizer))
         weights = full_tensors(chunks, ARCH, mesh, torch.float32)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from rltrain.config.algorithm import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
 from rltrain.weights.architecture import Architecture
+from rltrain.weights.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
-from tests.distributed.tiny import ARCH, Layout, fill, forward_backward
+from tests.distributed.tiny import ARCH, Layout, forward_backward
 
 pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")

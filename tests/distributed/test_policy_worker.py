@@ -147,9 +147,9 @@ def run_cases(rank: int, folder: Path) -> None:
 
 def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) -> None:
     from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.observe import whole_gradients
     from rltrain.policy.worker import PolicyWorker
     from rltrain.weights.sender import full_tensors
-    from tests.distributed.tiny import gather_gradient_shards
 
     cpu = torch.device("cpu")
     worker = PolicyWorker(config, rank, rendezvous(folder, name), str(folder / "model"), cpu)
@@ -188,10 +188,9 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     norm = torch.tensor(0.0 if updated is None else updated.grad_norm)
     torch.distributed.all_reduce(norm, op=torch.distributed.ReduceOp.MAX)
     found |= {"grad norm": norm, **dict(zip(names, sums, strict=True))}
-    gather_gradient_shards(worker.chunks)
     chunks, arch = worker.chunks, worker.arch
-    for key, value in full_tensors(chunks, arch, mesh, torch.float32, lambda p: p.main_grad):
-        found[f"gradient/{key}"] = value.clone()
+    for key, value in whole_gradients(chunks, arch, mesh).items():
+        found[f"gradient/{key}"] = value
     for key, value in full_tensors(chunks, arch, mesh, torch.float32):
         found[f"parameter/{key}"] = value.clone()
     if rank == 0:

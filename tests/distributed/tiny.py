@@ -1,22 +1,16 @@
 """A tiny model with the same weights in every layout, and one pass of a fixed batch over it."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rltrain.config.policy import ParallelConfig
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import HfTensor, assemble
-from rltrain.weights.placement import Placement
 
 if TYPE_CHECKING:  # it imports Megatron, which only the ranks need
     from rltrain.policy.mesh import Mesh
@@ -51,28 +45,6 @@ class Layout:
     sequences_per_micro_batch: int = 2
 
 
-def seeded(tensor: HfTensor) -> Tensor:
-    """The weight of that Hugging Face name: the same wherever it is asked for."""
-    seed = int.from_bytes(hashlib.sha256(tensor.name.encode()).digest()[:4], "big")
-    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
-    return 1 + values / 5 if len(tensor.shape) == 1 else values / 4
-
-
-@torch.no_grad()
-def fill(chunks: Sequence[nn.Module], arch: Architecture, mesh: "Mesh") -> None:
-    """What loading a checkpoint of `seeded` weights would do."""
-
-    def read(tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
-        return seeded(tensor).narrow(dim, start, stop - start)
-
-    placement = Placement.of(mesh)
-    held = local_parameters(chunks, arch, placement)
-    for parameter in parameters(arch):
-        if parameter.name in held:
-            source = assemble(parameter, read, arch, parameter.axis(placement))
-            held[parameter.name].copy_(source)
-
-
 def sequences(vocab_size: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocab_size, (n,), generator=generator) for n in LENGTHS]
@@ -97,16 +69,6 @@ def micro_batches(layout: Layout, mesh: "Mesh") -> Iterator[Packed]:
         padding = -len(tokens) % mesh.tp_size
         lengths = [len(every[i]) for i in ids] + [padding] * (padding > 0)
         yield Packed(ids, torch.cat([tokens, tokens.new_zeros(padding)]), lengths)
-
-
-def gather_gradient_shards(chunks: Sequence[nn.Module]) -> None:
-    """Make ``main_grad`` whole: the distributed optimizer keeps one data-parallel shard of it."""
-    for chunk in chunks:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def forward_backward(
