@@ -1,6 +1,6 @@
 """Runs a function on several ranks without Ray: each a process that has joined no world yet.
 
-Ranks are forked from a server that imported torch and Megatron once, which takes seconds.
+On a CPU ranks are forked from a server that imported torch and Megatron once, which takes seconds.
 """
 
 import multiprocessing
@@ -42,8 +42,10 @@ def run_ranks(
         RanksFailed: the others are killed then.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    # What Megatron imports wakes CUDA up, and a process with a CUDA context cannot be forked.
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload(_PRELOAD)
     for stale in folder.glob("*.error"):
         stale.unlink()
     ranks: list[BaseProcess] = [

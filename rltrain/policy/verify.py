@@ -22,7 +22,7 @@ from rltrain.config.policy import ParallelConfig
 from rltrain.data.packing import plan_step
 from rltrain.policy.layout_case import MAX_TOKENS, SEQ_LENS, Case
 from rltrain.policy.layout_row import NATIVE, PERTURBED, RECORDED, Row, result_file
-from rltrain.policy.mesh import Mesh, init_world, lay_grid
+from rltrain.policy.mesh import Mesh, destroy_mesh, init_world, lay_grid
 from rltrain.policy.micro_batch import MicroBatch, cut
 from rltrain.policy.model import build_model
 from rltrain.policy.observe import Observed, observe
@@ -65,6 +65,7 @@ def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> No
             **_tensors(PERTURBED, perturbed),
         }
         save_file(found, _reference_file(folder, case))
+    destroy_mesh()
 
 
 def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
@@ -79,6 +80,7 @@ def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
             file = result_file(folder, case)
             file.with_suffix(".partial").write_text(json.dumps(asdict(row)))
             os.replace(file.with_suffix(".partial"), file)
+    destroy_mesh()
 
 
 def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
