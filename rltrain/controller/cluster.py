@@ -43,7 +43,8 @@ def cluster(config: Config) -> Iterator[Cluster]:
         # Without this Ray on Linux turns a loopback address into the host's own.
         ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init(
-        address=config.cluster.address,
+        # A cluster of our own, even where Ray finds that of another program on this machine.
+        address=config.cluster.address or "local",
         log_to_driver=False,
         logging_level=log_level.upper(),
         **({} if config.cluster.address else local),
