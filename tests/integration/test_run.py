@@ -74,10 +74,11 @@ def reward_by_length(folder: Path) -> str:
 
 
 def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
-    """Every route arrives and is used, and the run leaves all its files."""
+    """Every route arrives and is used, by the hashes, too; and the run leaves all its files."""
     once = ["trainer.eval_every=1", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
     once += ["trainer.mini_batches=1", "tracking.wandb=offline", "trainer.steps=2"]
-    r3 = start("r3", "policy=tp2_ep2", reward_by_length(tmp_path), *once)
+    traced = ["policy=tp2_pp2", "routing_replay.trace=true", "policy.recompute=full"]
+    r3 = start("r3", *traced, reward_by_length(tmp_path), *once)
     r3.wait()
     assert sorted(r3.metrics) == [0, 1, 2]
     for area, names in PROMISED.items():
