@@ -88,6 +88,14 @@ class PolicyConfig(Section):
     """Anything else Megatron's TransformerConfig takes; what rltrain sets itself, and what routing
     replay cannot survive, is refused at start."""
 
+    @property
+    def slot_align(self) -> int:
+        """What must divide the slots a rank computes with: FP8 products take no other sizes."""
+        if not self.megatron_args.get("fp8"):
+            return 1
+        recipe = str(self.megatron_args.get("fp8_recipe", "delayed"))
+        return {"blockwise": 128, "mxfp8": 32}.get(recipe, 16)
+
     @model_validator(mode="after")
     def equal_lengths_for_allgather(self) -> Self:
         """Ranks of one expert group must then see equally many tokens: those of one micro-batch."""

@@ -128,7 +128,8 @@ class PolicyGroup:
     def padded_fraction(self) -> float:
         """Padding among the rows that routers see in the step's updates."""
         parallel, lens = self._config.policy.parallel, self._batch.seq_lens.tolist()
-        grid = TokenGrid(tp_size=parallel.tp, cp_size=parallel.cp)
+        align = self._config.policy.slot_align
+        grid = TokenGrid(tp_size=parallel.tp, cp_size=parallel.cp, align=align)
         slots = sum(
             sum(padded_lengths([lens[shard[i]] for i in micro_batch], grid))
             for plan in self._plan.updates

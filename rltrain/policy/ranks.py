@@ -43,7 +43,7 @@ def run_ranks(
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     # What Megatron imports wakes CUDA up, and a process with a CUDA context cannot be forked.
-    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
         context.set_forkserver_preload(_PRELOAD)
     for stale in folder.glob("*.error"):

@@ -6,6 +6,7 @@ object store, R2's from its own log-probability pass.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -253,7 +254,8 @@ class PolicyWorker:
         return self.shard
 
     def _cut(self, plan: Plan, shard: Batch | None = None) -> list[MicroBatch]:
-        return cut(shard or self._shard(), plan, self.mesh.token_grid, self.device)
+        grid = replace(self.mesh.token_grid, align=self.config.policy.slot_align)
+        return cut(shard or self._shard(), plan, grid, self.device)
 
     # Weights
 

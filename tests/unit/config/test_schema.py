@@ -220,3 +220,18 @@ def snapshot() -> str:
 
 if __name__ == "__main__":
     (HERE / "keys.txt").write_text(snapshot())
+
+
+@pytest.mark.parametrize(
+    ("args", "align"),
+    [
+        ({}, 1),
+        ({"fp8": "hybrid"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "tensorwise"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 128),
+        ({"fp8_recipe": "blockwise"}, 1),
+    ],
+)
+def test_fp8_wants_aligned_slots(args: dict[str, str], align: int) -> None:
+    assert Config.model_validate({"policy": {"megatron_args": args}}).policy.slot_align == align
