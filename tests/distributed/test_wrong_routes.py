@@ -7,11 +7,10 @@ in range, a row a token. What is stopped by form alone is in ``tests/unit/routin
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from rltrain.controller.stages import check_overlap
 from rltrain.policy.types import Agreement
 from rltrain.routing.agreement import num_shared, spread_experts
 from rltrain.routing.align import last_rows
-from rltrain.routing.codec import token_checksum
+from rltrain.routing.codec import RouteIds, token_checksum
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
 from rltrain.routing.objects import pack
 from tests.distributed.run_ranks import rendezvous, run_ranks
@@ -170,17 +169,16 @@ def test_what_the_engine_itself_mixed_up_is_for_the_gate(found: dict[str, Any]) 
 
 
 def run_faults(rank: int, folder: Path) -> None:
-    import ray
-
     from rltrain.policy.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     cpu = torch.device("cpu")
     worker = PolicyWorker(Config(), rank, rendezvous(folder, "one"), str(folder / "model"), cpu)
     found = _gated(worker)
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    found |= _checked(worker)
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # The store itself is tested with Ray in tests/integration/test_route_store.py.
+        patch.setattr("rltrain.policy.routes.ray.get", lambda held: [h.array for h in held])
+        found |= _checked(worker)
     destroy_mesh()
     (folder / "found.json").write_text(json.dumps(found))
 
@@ -199,6 +197,13 @@ def _batch() -> Batch:
 
 
 PLAN = [[0, 2], [1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Stands for a reference into an object store."""
+
+    array: RouteIds
 
 
 def _native_routes(worker: Any) -> Tensor:
@@ -236,7 +241,7 @@ def _gated(worker: Any) -> dict[str, Any]:
 
 
 def _checked(worker: Any) -> dict[str, Any]:
-    """With routes as references into Ray's object store, and the trace on."""
+    """With routes as references to objects, and the trace on."""
     true = _native_routes(worker)
     worker.config = Config.model_validate({"routing_replay": {"mode": "r3", "trace": True}})
     refs = _refs(true)
@@ -268,8 +273,6 @@ def _checked(worker: Any) -> dict[str, Any]:
 
 def _refs(routes: Tensor) -> tuple[RouteRef, ...]:
     """What an engine that captured ``routes`` sends: a block of layer 1, one of layers 2 and 3."""
-    import ray
-
     shape = RouteShape(len(DENSE) + len(MOE), MOE, EXPERTS, K)
     tokens = _batch().tokens.split(list(LENGTHS))
     checked = [
@@ -279,7 +282,7 @@ def _refs(routes: Tensor) -> tuple[RouteRef, ...]:
     refs = []
     for sample in checked:  # an object of its own each, so that they can be exchanged
         objects, (ref,) = pack([sample], shape, (1, 2), VERSION, "test")
-        refs.append(replace(ref, blocks=tuple(ray.put(np.array(array)) for array in objects)))
+        refs.append(replace(ref, blocks=tuple(map(Held, objects))))
     return tuple(refs)
 
 
