@@ -136,6 +136,27 @@ def per_sequence_sum(values: Tensor, seq_lens: Tensor) -> Tensor:
     return torch.zeros(len(seq_lens), dtype=values.dtype).index_add_(0, sequence, values)
 
 
+def check_overlap(
+    agreement: Agreement, experts_per_token: int, num_experts: int, min_overlap: float
+) -> None:
+    """The gate on meaning: well-formed routes of other tokens, layers or weights stop here.
+
+    A mean over all captured rows of a layer: it sees what is wrong with many of them.
+
+    Raises:
+        RuntimeError: naming the first layer whose overlap is below ``min_overlap``.
+    """
+    owed = agreement.num_rows * experts_per_token
+    for layer, count in agreement.shared.items():
+        if count < min_overlap * owed:
+            raise RuntimeError(
+                f"layer {layer}: native routing shares {count / owed:.3f} of the experts that were "
+                f"captured in the rollout, expected routing_replay.min_overlap={min_overlap} or "
+                f"more (chance is {experts_per_token / num_experts:.3f}). The routes are not those "
+                "of these tokens, this layer or these weights"
+            )
+
+
 def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, float]:
     """Share of a row's experts that native routing also picks, by layer and by where in its
     sequence the row lies; where rows first differ; the gate weight that replay keeps."""

@@ -24,7 +24,7 @@ from rltrain.data.loader import PromptLoader
 from rltrain.data.problems import load_problems
 from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
-from rltrain.policy.types import Agreement, Scored
+from rltrain.policy.types import Scored
 from rltrain.rollout.generator import Generator, make_requests
 from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.environment import describe_environment, resident_gib
@@ -160,9 +160,14 @@ class Trainer:
         compared = batch.rollout_logprobs, batch.response_mask
         if scored.agreement is None:
             return mismatch_metrics(scored.logprobs, *compared)
-        self.check_overlap(scored.agreement)
         native = scored
         if self.config.routing_replay.mode == "r3":
+            stages.check_overlap(
+                scored.agreement,
+                self.arch.experts_per_token,
+                self.arch.num_experts,
+                self.config.routing_replay.min_overlap,
+            )
             native = self.policy.score(routing="native", measure=True)
         assert native.agreement is not None
         flipped = native.agreement.flipped
@@ -176,22 +181,6 @@ class Trainer:
     def measures(self, batch: Batch, step: int) -> bool:
         every = self.config.routing_replay.sample_every
         return batch.rollout_expert_indices is not None and (step - 1) % every == 0
-
-    def check_overlap(self, agreement: Agreement) -> None:
-        """The gate on meaning: well-formed routes of other tokens, layers or weights stop here."""
-        if self.config.routing_replay.mode != "r3":
-            return
-        bound = self.config.routing_replay.min_overlap
-        owed = agreement.num_rows * self.arch.experts_per_token
-        for layer, count in agreement.shared.items():
-            if count < bound * owed:
-                raise RuntimeError(
-                    f"layer {layer}: native routing shares {count / owed:.3f} of the experts that "
-                    "were captured in the rollout, expected routing_replay.min_overlap="
-                    f"{bound} or more (chance is "
-                    f"{self.arch.experts_per_token / self.arch.num_experts:.3f}). The routes are "
-                    "not those of these tokens, this layer or these weights"
-                )
 
     def score_reference(self, batch: Batch) -> Batch:
         replay = self.config.routing_replay.reference == "replay"

@@ -49,10 +49,17 @@ class Recorded:
 class RouterTap:
     """Decides for one router: replays its target, notes what it would have chosen itself."""
 
-    def __init__(self, layer: int, recomputations: int, scores_are_logits: bool) -> None:
+    def __init__(
+        self,
+        layer: int,
+        recomputations: int,
+        scores_are_logits: bool,
+        expert_bias: Tensor | None = None,
+    ) -> None:
         self.layer = layer
         self.recomputations = recomputations
         self.scores_are_logits = scores_are_logits
+        self.expert_bias = expert_bias
         self.recording = False
         self.running: int | None = None  # the micro-batch whose forward pass is under way
         self.target: Target | None = None
@@ -104,6 +111,8 @@ class RouterTap:
         gates = scores.float()
         if self.scores_are_logits:
             gates = gates.softmax(dim=-1)
+        elif self.expert_bias is not None:  # it moves the choice and is no part of a gate
+            gates = gates - self.expert_bias
         return Recorded(native, experts, gate_mass(gates, experts, native))
 
     def _recompute(self, scores: Tensor) -> Tensor:
@@ -199,7 +208,7 @@ def tapped(
     """
     reruns = recomputations or dict.fromkeys(routers, 0)
     taps = {
-        layer: RouterTap(layer, reruns[layer], _scores_are_logits(router))
+        layer: RouterTap(layer, reruns[layer], _scores_are_logits(router), router.expert_bias)
         for layer, router in routers.items()
     }
     replays: dict[int, Any] = {

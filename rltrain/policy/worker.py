@@ -26,7 +26,7 @@ from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, accumulate, s
 from rltrain.policy.routes import fetch_routes
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
-from rltrain.routing.trace import check_trace
+from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.architecture import read_architecture
 from rltrain.weights.export import export_huggingface
 from rltrain.weights.load import load_huggingface
@@ -98,6 +98,7 @@ class PolicyWorker:
         routes = shard.rollout_expert_indices
         self._refs = routes if isinstance(routes, tuple) else ()
         if isinstance(routes, tuple):
+            check_refs(routes, shard.tokens.split(shard.seq_lens.tolist()), shard.weight_version)
             shard = shard.with_fields(rollout_expert_indices=self._fetch(routes))
         elif routes is not None:
             own = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]

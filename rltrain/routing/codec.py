@@ -43,6 +43,6 @@ def checksum(routes: RouteIds) -> int:
     return zlib.crc32(np.ascontiguousarray(routes).tobytes())
 
 
-def token_checksum(tokens: Sequence[int]) -> int:
+def token_checksum(tokens: Sequence[int] | NDArray[np.integer]) -> int:
     """Of a sample's prompt and response; its last token is read by no router and left out."""
     return checksum(np.asarray(tokens[:-1], dtype=np.int64))

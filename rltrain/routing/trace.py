@@ -14,6 +14,28 @@ from rltrain.routing.codec import checksum, token_checksum
 from rltrain.routing.objects import block_layers
 
 
+def check_refs(
+    refs: Sequence[RouteRef], tokens: Sequence[Tensor], weight_versions: Tensor | None
+) -> None:
+    """Every sample has routes that were captured while its own tokens were read, and no others'.
+
+    Args:
+        tokens: of each sample  # [tokens]
+        weight_versions: of the weights that sampled them, where known  # [B]
+
+    Raises:
+        RuntimeError: naming sample and engine.
+    """
+    for number, (ref, own) in enumerate(zip(refs, tokens, strict=True)):
+        where = f"sample {number}, routes by {ref.producer} at weight version {ref.weight_version}"
+        if token_checksum(own.numpy()) != ref.token_checksum:
+            raise RuntimeError(f"{where}: they were captured for other tokens than the sample has")
+        if weight_versions is not None and int(weight_versions[number]) != ref.weight_version:
+            raise RuntimeError(
+                f"{where}: its tokens were sampled at weight version {int(weight_versions[number])}"
+            )
+
+
 def check_trace(
     refs: Sequence[RouteRef],
     read: Sequence[Tensor],
@@ -42,7 +64,7 @@ def check_trace(
         zip(refs, read, used, stored, strict=True)
     ):
         where = f"{when}, sample {number} by {ref.producer} at weight version {ref.weight_version}"
-        if token_checksum(tokens.tolist()) != ref.token_checksum:
+        if token_checksum(tokens.numpy()) != ref.token_checksum:
             raise RuntimeError(f"{where}: the routers read other tokens than the engine")
         rows = experts[: ref.rows].clone()
         for start, end in ref.missing:

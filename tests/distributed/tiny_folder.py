@@ -1,12 +1,21 @@
 """A random tiny Qwen3-MoE as a Hugging Face folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-def save_tiny_moe(folder: Path, *, num_layers: int, num_experts: int, k: int, vocab: int) -> None:
+def save_tiny_moe(
+    folder: Path,
+    *,
+    num_layers: int,
+    num_experts: int,
+    k: int,
+    vocab: int,
+    dense_layers: Sequence[int] = (),
+) -> None:
     """Weights are large enough that experts differ and a changed route shows."""
     config = Qwen3MoeConfig(
         vocab_size=vocab,
@@ -14,6 +23,7 @@ def save_tiny_moe(folder: Path, *, num_layers: int, num_experts: int, k: int, vo
         intermediate_size=48,
         moe_intermediate_size=24,
         num_hidden_layers=num_layers,
+        mlp_only_layers=list(dense_layers),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

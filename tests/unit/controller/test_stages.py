@@ -8,7 +8,12 @@ import torch
 
 from rltrain.batch import Batch, RouteRef
 from rltrain.config.routing import RoutingReplayConfig
-from rltrain.controller.stages import overlap_metrics, rollout_metrics, with_fallback
+from rltrain.controller.stages import (
+    check_overlap,
+    overlap_metrics,
+    rollout_metrics,
+    with_fallback,
+)
 from rltrain.policy.types import NO_FLIP, Agreement
 
 
@@ -144,3 +149,26 @@ def route_ref(rows: int) -> RouteRef:
         weight_version=0,
         producer="vLLM 0.30.0",
     )
+
+
+def agreement(**shared: int) -> Agreement:
+    """Five rows of K = 2, so ten experts a layer; ``shared`` by layer."""
+    none = torch.zeros(0)
+    by_layer = {int(name.removeprefix("layer_")): count for name, count in shared.items()}
+    return Agreement(5, by_layer, {}, (), (), flipped=none, first_flip=none)
+
+
+def test_the_gate_opens_at_its_bound_and_names_the_first_layer_below() -> None:
+    check_overlap(agreement(layer_0=10, layer_3=7), 2, 8, min_overlap=0.7)
+    with pytest.raises(RuntimeError) as error:
+        check_overlap(agreement(layer_0=10, layer_3=6, layer_4=0), 2, 8, min_overlap=0.7)
+    assert str(error.value) == (
+        "layer 3: native routing shares 0.600 of the experts that were captured in the rollout, "
+        "expected routing_replay.min_overlap=0.7 or more (chance is 0.250). The routes are not "
+        "those of these tokens, this layer or these weights"
+    )
+
+
+def test_the_gate_has_nothing_to_say_of_no_rows_or_no_layers() -> None:
+    check_overlap(replace(agreement(layer_1=0), num_rows=0), 2, 8, min_overlap=1.0)
+    check_overlap(agreement(), 2, 8, min_overlap=1.0)

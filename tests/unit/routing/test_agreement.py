@@ -1,11 +1,13 @@
 """Overlap, flips, and what routers are told to choose."""
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
-from rltrain.routing.agreement import flipped_before, num_shared, spread_experts
+from rltrain.routing.agreement import flipped_before, gate_mass, num_shared, spread_experts
 from rltrain.routing.align import last_rows, router_targets
 
 
@@ -20,6 +22,33 @@ def test_num_shared_is_the_size_of_the_intersection(seed: int, k: int) -> None:
     expected = [len(set(x) & set(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
     assert num_shared(a, b).tolist() == expected
     assert num_shared(a, a.flip(-1)).tolist() == [k] * 10
+
+
+@given(st.integers(0, 1000), st.integers(1, 4), st.sampled_from([1.0, 1e-30]))
+def test_gate_mass_is_the_share_of_the_native_choice(seed: int, k: int, scale: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    gates = scale * torch.rand(10, 6, generator=g)
+    used, native = distinct(10, k, 6, seed), gates.topk(k).indices
+    expected = [
+        sum(row[e] for e in a) / sum(row[e] for e in b)
+        for row, a, b in zip(gates.double().numpy(), used.tolist(), native.tolist(), strict=True)
+    ]
+    found = gate_mass(gates, used, native)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
+    assert (found <= 1 + 1e-6).all()
+    torch.testing.assert_close(gate_mass(gates, native.flip(-1), native), torch.ones(10))
+
+
+def test_gate_mass_of_gates_that_are_all_zero_is_a_number() -> None:
+    rows = torch.tensor([[0, 1], [0, 1]])
+    gates = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    assert gate_mass(gates, rows, torch.tensor([[1, 2], [2, 1]])).tolist() == [0.0, 0.0]
+
+
+def test_gate_mass_may_exceed_one_where_limits_chose() -> None:
+    gates = torch.tensor([[0.5, 0.3, 0.2]])
+    found = gate_mass(gates, torch.tensor([[0]]), torch.tensor([[2]]))
+    assert found.tolist() == pytest.approx([2.5])
 
 
 ROW = st.tuples(st.booleans(), st.booleans(), st.booleans())  # one flag a layer

@@ -1,0 +1,306 @@
+"""Well-formed routes of other rows, samples, layers or weights do not get past the first step.
+
+A real worker scores its own native routes, which are right by definition, and then the same routes
+put where an engine, a store or a trainer has put them by mistake. All are legal: distinct experts
+in range, a row a token. What is stopped by form alone is in ``tests/unit/routing``.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rltrain.batch import Batch, RouteRef
+from rltrain.config import Config
+from rltrain.config.routing import RoutingReplayConfig
+from rltrain.controller.stages import check_overlap
+from rltrain.policy.types import Agreement
+from rltrain.routing.agreement import num_shared, spread_experts
+from rltrain.routing.align import last_rows
+from rltrain.routing.codec import RouteIds, token_checksum
+from rltrain.routing.integrity import CheckedRoutes, RouteShape
+from rltrain.routing.objects import pack
+from tests.distributed.run_ranks import rendezvous, run_ranks
+from tests.distributed.tiny_folder import save_tiny_moe
+
+pytestmark = pytest.mark.integration
+
+LENGTHS = (30, 30, 5)
+DENSE, MOE = (0,), (1, 2, 3)
+EXPERTS, K, VOCAB = 8, 2, 61
+MIN_OVERLAP = RoutingReplayConfig().min_overlap
+VERSION = 5
+
+
+def garbage(num_rows: int) -> Tensor:
+    return spread_experts(num_rows, K, EXPERTS).to(torch.uint8)
+
+
+def by_sample(put: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``put`` applied to the captured rows of each sample."""
+
+    def everywhere(routes: Tensor) -> Tensor:
+        samples = routes.split(list(LENGTHS))
+        return torch.cat([torch.cat([put(rows[:-1]), rows[-1:]]) for rows in samples])
+
+    return everywhere
+
+
+def left_padded(rows: Tensor) -> Tensor:
+    """As read from the front of a row that was padded there to the longest sample's length."""
+    padding = max(LENGTHS) + 4 - len(rows)
+    return torch.cat([garbage(padding)[:, None].expand(-1, rows.shape[1], -1), rows])[: len(rows)]
+
+
+def by_ordinal(routes: Tensor) -> Tensor:
+    """Engines report dense layers, too: the n-th router reads layer n instead of ``MOE[n]``."""
+    dense = garbage(len(routes))[:, None].expand(-1, len(DENSE), -1)
+    return torch.cat([dense, routes], dim=1)[:, : len(MOE)]
+
+
+def swapped(routes: Tensor) -> Tensor:
+    first, second, third = routes.split(list(LENGTHS))
+    return torch.cat([second, first, third])
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows one early": by_sample(lambda rows: rows.roll(-1, 0)),
+    "rows one late": by_sample(lambda rows: rows.roll(1, 0)),
+    "two samples swapped": swapped,
+    "layers rotated": lambda routes: routes.roll(1, 1),
+    "layers reversed": lambda routes: routes.flip(1),
+    "layers by ordinal": by_ordinal,
+    "left padding": by_sample(left_padded),
+    "rows reversed": by_sample(lambda rows: rows.flip(0)),
+}
+"""True routes -> the same ones, misplaced.  # [N, L, K]"""
+STALE = "stale weights"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("wrong")
+    sizes: dict[str, Any] = {"num_layers": 4, "num_experts": EXPERTS, "k": K, "vocab": VOCAB}
+    save_tiny_moe(folder / "model", **sizes, dense_layers=DENSE)
+    run_ranks(run_faults, 1, folder)
+    answers: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return answers
+
+
+def gate(shared: dict[str, int], num_rows: int = sum(LENGTHS) - len(LENGTHS)) -> dict[int, float]:
+    """Overlap by layer, once the gate has let it pass."""
+    none = torch.zeros(0)
+    by_layer = {int(layer): count for layer, count in shared.items()}
+    agreement = Agreement(num_rows, by_layer, {}, (), (), flipped=none, first_flip=none)
+    check_overlap(agreement, K, EXPERTS, MIN_OVERLAP)
+    return {layer: count / (num_rows * K) for layer, count in by_layer.items()}
+
+
+def test_true_routes_pass(found: dict[str, Any]) -> None:
+    assert gate(found["true"]) == dict.fromkeys(MOE, 1.0)
+
+
+def test_nearly_the_same_weights_pass(found: dict[str, Any]) -> None:
+    """An engine's rounding, or one update: the gate is no test of equality."""
+    overlap = gate(found["nearly the same weights"])
+    assert 0.9 < min(overlap.values()) < 1.0
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, STALE])
+def test_a_fault_trips_the_gate(found: dict[str, Any], fault: str) -> None:
+    shared, owed = found[fault], K * (sum(LENGTHS) - len(LENGTHS))
+    below = [layer for layer, count in shared.items() if count < MIN_OVERLAP * owed]
+    with pytest.raises(
+        RuntimeError, match=rf"layer {below[0]}: native routing shares 0\."
+    ) as error:
+        gate(shared)
+    assert f"routing_replay.min_overlap={MIN_OVERLAP}" in str(error.value)
+    assert "chance is 0.250" in str(error.value)
+
+
+def test_every_fault_is_well_formed_and_changes_most_rows() -> None:
+    """Otherwise something else would stop it, or there would be nothing to find."""
+    n = sum(LENGTHS)
+    routes = torch.rand(n, len(MOE), EXPERTS, generator=torch.Generator().manual_seed(0))
+    true = routes.topk(K).indices.to(torch.uint8)
+    for name, put in FAULTS.items():
+        wrong = put(true)
+        assert wrong.shape == true.shape and wrong.dtype == true.dtype, name
+        assert (num_shared(wrong.long(), wrong.long()) == K).all(), name
+        assert ((wrong != true).any(2).float().mean(0) > 0.4).any(), name
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        ("refs swapped", "sample 0, routes by test at weight version 5: .* for other tokens"),
+        ("refs of other weights", "sample 1, .*version 4: its tokens were sampled at .* version 5"),
+        ("blocks swapped", "routes, block 0, rows 0 to 29: checksum"),
+        ("rows of an object shifted", "routes, block 0, rows 0 to 29: checksum"),
+        ("mixed up in the worker", r"scoring the policy, sample 0 .*layers \[1\]: .*other experts"),
+        ("one expert changed in the worker", r"sample 2 .*layers \[2, 3\]: .*other experts"),
+        ("in the update", r"the update, sample 0 by .*layers \[1\]: .*other experts"),
+    ],
+)
+def test_checksums_stop_what_was_mixed_up_on_the_way(
+    found: dict[str, Any], fault: str, answer: str
+) -> None:
+    with pytest.raises(RuntimeError, match=answer):
+        raise RuntimeError(found["errors"][fault])
+
+
+def test_true_refs_pass_every_checksum(found: dict[str, Any]) -> None:
+    assert found["errors"]["none"] == ""
+    assert gate(found["true refs"]) == dict.fromkeys(MOE, 1.0)
+
+
+def test_what_the_engine_itself_mixed_up_is_for_the_gate(found: dict[str, Any]) -> None:
+    """Its checksums are those of what it sent, so they agree; the gate does not."""
+    assert found["errors"]["swapped by the engine"] == ""
+    assert found["swapped by the engine"] == found["two samples swapped"]
+
+
+# On the rank
+
+
+def run_faults(rank: int, folder: Path) -> None:
+    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.worker import PolicyWorker
+
+    cpu = torch.device("cpu")
+    worker = PolicyWorker(Config(), rank, rendezvous(folder, "one"), str(folder / "model"), cpu)
+    found = _gated(worker)
+    with pytest.MonkeyPatch.context() as patch:
+        # The store itself is tested with Ray in tests/integration/test_route_store.py.
+        patch.setattr("rltrain.policy.routes.ray.get", lambda held: [h.array for h in held])
+        found |= _checked(worker)
+    destroy_mesh()
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+def _batch() -> Batch:
+    lens = torch.tensor(LENGTHS)
+    n = int(lens.sum())
+    return Batch(
+        tokens=torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(0)),
+        seq_lens=lens,
+        response_mask=torch.ones(n, dtype=torch.bool),
+        loss_weights=torch.ones(n) / n,
+        weight_version=torch.full((len(lens),), VERSION),
+        route_mask=~last_rows(lens),
+    )
+
+
+PLAN = [[0, 2], [1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Stands for a reference into an object store."""
+
+    array: RouteIds
+
+
+def _native_routes(worker: Any) -> Tensor:
+    worker.begin_step(_batch())
+    worker.score(PLAN, routing="native", record=True)
+    return worker.recorded_routes
+
+
+def _measured(worker: Any, routes: Any) -> dict[int, int]:
+    """Begin a step with ``routes``; how much every layer natively shares with ``routes``."""
+    worker.begin_step(_batch().with_fields(rollout_expert_indices=routes))
+    return worker.score(PLAN, routing="rollout", measure=True).agreement.shared
+
+
+def _gated(worker: Any) -> dict[str, Any]:
+    """With routes as tensors, which bring no checksums."""
+    from rltrain.policy.model import decoder_routers
+
+    true = _native_routes(worker)
+    found = {"true": _measured(worker, true)}
+    found |= {name: _measured(worker, put(true)) for name, put in FAULTS.items()}
+    weights = [router.weight for router in decoder_routers(worker.chunks[0]).values()]
+    kept = [weight.detach().clone() for weight in weights]
+    generator = torch.Generator().manual_seed(1)
+    for name, scale in (("nearly the same weights", 0.02), (STALE, 2.0)):
+        with torch.no_grad():
+            for weight, value in zip(weights, kept, strict=True):
+                noise = torch.randn(weight.shape, generator=generator) * value.std()
+                weight.copy_(value + scale * noise)
+        found[name] = _measured(worker, true)
+    with torch.no_grad():
+        for weight, value in zip(weights, kept, strict=True):
+            weight.copy_(value)
+    return found
+
+
+def _checked(worker: Any) -> dict[str, Any]:
+    """With routes as references to objects, and the trace on."""
+    true = _native_routes(worker)
+    worker.config = Config.model_validate({"routing_replay": {"mode": "r3", "trace": True}})
+    refs = _refs(true)
+    first, second, third = refs
+    exchanged = (replace(first, blocks=second.blocks), second, third)
+    shifted = (replace(first, blocks=_refs(FAULTS["rows one late"](true))[0].blocks), second, third)
+    one_expert = true.clone()
+    other = next(e for e in range(EXPERTS) if e not in true[-2, 1])
+    one_expert[-2, 1, 1] = other  # in the last captured row, layer 2
+    found = {
+        "true refs": _measured(worker, refs),
+        "swapped by the engine": _measured(worker, _refs(swapped(true))),
+    }
+    errors = {
+        "none": _error(lambda: _measured(worker, refs)),
+        "swapped by the engine": _error(lambda: _measured(worker, _refs(swapped(true)))),
+        "refs swapped": _error(lambda: _measured(worker, (second, first, third))),
+        "refs of other weights": _error(
+            lambda: _measured(worker, (first, replace(second, weight_version=4), third))
+        ),
+        "blocks swapped": _error(lambda: _measured(worker, exchanged)),
+        "rows of an object shifted": _error(lambda: _measured(worker, shifted)),
+        "mixed up in the worker": _error(lambda: _mixed_up(worker, refs, swapped(true))),
+        "one expert changed in the worker": _error(lambda: _mixed_up(worker, refs, one_expert)),
+        "in the update": _error(lambda: _mixed_up(worker, refs, swapped(true), update=True)),
+    }
+    return found | {"errors": errors}
+
+
+def _refs(routes: Tensor) -> tuple[RouteRef, ...]:
+    """What an engine that captured ``routes`` sends: a block of layer 1, one of layers 2 and 3."""
+    shape = RouteShape(len(DENSE) + len(MOE), MOE, EXPERTS, K)
+    tokens = _batch().tokens.split(list(LENGTHS))
+    checked = [
+        CheckedRoutes(rows[:-1].numpy(), token_checksum(read.numpy()))
+        for rows, read in zip(routes.split(list(LENGTHS)), tokens, strict=True)
+    ]
+    refs = []
+    for sample in checked:  # an object of its own each, so that they can be exchanged
+        objects, (ref,) = pack([sample], shape, (1, 2), VERSION, "test")
+        refs.append(replace(ref, blocks=tuple(map(Held, objects))))
+    return tuple(refs)
+
+
+def _mixed_up(worker: Any, refs: Any, routes: Tensor, *, update: bool = False) -> None:
+    """A fault behind the boundary: the shard's routes become others after they were checked."""
+    worker.begin_step(_batch().with_fields(rollout_expert_indices=refs))
+    worker.shard = worker.shard.with_fields(rollout_expert_indices=routes)
+    if not update:
+        worker.score(PLAN, routing="rollout")
+        return
+    zeros = torch.zeros(sum(LENGTHS))
+    fields = {"old_logprobs": zeros, "advantages": zeros}
+    worker.update(PLAN, fields, routing="rollout")
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""

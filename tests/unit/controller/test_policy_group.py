@@ -1,0 +1,127 @@
+"""What the controller makes of the answers of many workers, without any."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.controller.policy_group import PolicyGroup, merge_stages
+from rltrain.data.packing import plan_step
+from rltrain.parallel.tokens import TokenGrid, layout_tokens, padded_lengths
+from rltrain.policy.types import NO_FLIP, Agreement, StageScored
+
+LOGPROBS = torch.tensor([0.0, -1.0, -2.0])
+FIRST = Agreement(
+    num_rows=2,
+    shared={0: 3, 1: 4},
+    gate_mass={0: 1.5, 1: 2.0},
+    part_rows=(1, 0, 1, 0),
+    part_shared=(3, 0, 4, 0),
+    flipped=torch.tensor([False, True, False]),
+    first_flip=torch.tensor([NO_FLIP, 0, NO_FLIP]),
+)
+LAST = replace(
+    FIRST,
+    shared={2: 1},
+    gate_mass={2: 0.5},
+    part_shared=(1, 0, 0, 0),
+    flipped=torch.tensor([False, False, True]),
+    first_flip=torch.tensor([2, 2, NO_FLIP]),
+)
+DENSE = replace(
+    FIRST,
+    shared={},
+    gate_mass={},
+    part_shared=(0, 0, 0, 0),
+    flipped=torch.zeros(3, dtype=torch.bool),
+    first_flip=torch.full((3,), NO_FLIP),
+)
+
+
+def check_merged(found: Agreement | None) -> None:
+    assert found is not None
+    assert found.num_rows == 2 and found.part_rows == (1, 0, 1, 0)  # the same rows on all stages
+    assert found.shared == {0: 3, 1: 4, 2: 1} and found.gate_mass == {0: 1.5, 1: 2.0, 2: 0.5}
+    assert found.part_shared == (4, 0, 4, 0)
+    assert found.flipped.tolist() == [False, True, True]
+    assert found.first_flip.tolist() == [2, 0, NO_FLIP]
+
+
+def test_stages_are_merged_by_layer() -> None:
+    scored = merge_stages([StageScored(None, FIRST), StageScored(LOGPROBS, LAST)])
+    assert scored.logprobs is LOGPROBS
+    check_merged(scored.agreement)
+
+
+def test_a_stage_of_dense_layers_adds_nothing() -> None:
+    stages = [StageScored(None, DENSE), StageScored(None, FIRST), StageScored(LOGPROBS, LAST)]
+    check_merged(merge_stages(stages).agreement)
+
+
+def test_one_stage_is_itself() -> None:
+    agreement = merge_stages([StageScored(LOGPROBS, LAST)]).agreement
+    assert agreement is not None and agreement.shared == LAST.shared
+    assert agreement.part_shared == LAST.part_shared
+    assert torch.equal(agreement.first_flip, LAST.first_flip)
+
+
+def test_without_a_measurement_there_are_log_probabilities_alone() -> None:
+    scored = merge_stages([StageScored(None, None), StageScored(LOGPROBS, None)])
+    assert scored.logprobs is LOGPROBS and scored.agreement is None
+
+
+@pytest.mark.parametrize("logprobs", [(None, None), (LOGPROBS, LOGPROBS)])
+def test_one_stage_alone_has_the_log_probabilities(logprobs: Any) -> None:
+    with pytest.raises(ValueError, match="unpack"):
+        merge_stages([StageScored(found, None) for found in logprobs])
+
+
+# Padding
+
+SIZES = st.sampled_from([1, 2, 4])
+
+
+def group_of(lens: list[int], budget: int, **parallel: int) -> PolicyGroup:
+    """A group that has cut a step and has no workers."""
+    group = object.__new__(PolicyGroup)
+    n = sum(lens)
+    group._config = Config.model_validate({"policy": {"parallel": parallel}})
+    group._batch = Batch(
+        tokens=torch.zeros(n, dtype=torch.int64),
+        seq_lens=torch.tensor(lens),
+        response_mask=torch.ones(n, dtype=torch.bool),
+    )
+    group._plan = plan_step(lens, 1, parallel.get("dp", 1), budget)
+    return group
+
+
+def test_padding_is_a_share_of_all_rows() -> None:
+    # Chunks of 4: 3 + 1 | 5 + 3 | 9 + 3; the sum, 24, is a multiple of cp * tp = 4.
+    assert padded_lengths([3, 5, 9], TokenGrid(tp_size=2, cp_size=2)) == [4, 8, 12]
+    assert group_of([3, 5, 9], 32, tp=2, cp=2).padded_fraction == pytest.approx(7 / 24)
+    assert group_of([3, 5, 9], 32).padded_fraction == 0.0
+    assert group_of([3, 5, 9], 32, tp=2).padded_fraction == pytest.approx(1 / 18)
+    # A rank without a sequence runs a micro-batch of padding.
+    assert group_of([4], 32, dp=2, tp=4).padded_fraction == pytest.approx(4 / 8)
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=6), SIZES, SIZES, st.sampled_from([1, 2]))
+@example([1], 4, 4, 2)
+def test_padding_is_that_of_the_slots_on_all_ranks(
+    lens: list[int], tp: int, cp: int, dp: int
+) -> None:
+    group = group_of(lens, 16, tp=tp, cp=cp, dp=dp)
+    (plan,) = group._plan.updates
+    rows = 0
+    for shard, cuts in zip(group._plan.shards, plan, strict=True):
+        for micro_batch in cuts:
+            held = [lens[shard[i]] for i in micro_batch]
+            for rank in range(tp * cp):
+                grid = TokenGrid(tp, rank % tp, cp, rank // tp)
+                rows += len(layout_tokens(held, grid).routers)
+    assert group.padded_fraction == pytest.approx(1 - sum(lens) / rows)
