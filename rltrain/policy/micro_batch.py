@@ -19,7 +19,8 @@ class MicroBatch:
     """Every ``[S]`` tensor it yields is gathered through one `TokenLayout`."""
 
     number: int  # within its pass
-    batch: Batch  # the sequences of this micro-batch, on the CPU
+    batch: Batch  # the sequences of this micro-batch, on the CPU, without their routes
+    shard: Batch  # all sequences of this rank: routes are gathered from it, not copied with a cut
     token_index: Tensor  # where its tokens lie in the shard  # [n]
     layout: TokenLayout
     device: torch.device
@@ -64,13 +65,14 @@ class MicroBatch:
             layers: the layers of the routes' layer dim, in its order
             wanted: those of them that are about to run
         """
-        routes, mask = self.batch.require("replay_expert_indices", "replay_mask")
+        routes, mask = self.shard.require("replay_expert_indices", "replay_mask")
         assert routes.shape[1] == len(layers), (routes.shape, layers)
-        own = routes[:, [layers.index(layer) for layer in wanted]]
-        experts, replayed = router_targets(own, mask, self.layout.routers, num_experts)
+        rows = take(self.token_index, self.layout.routers, PAD)
+        experts, replayed = router_targets(routes, mask, rows, num_experts)
         replayed = replayed.to(self.device)
         # One copy for all layers; each router casts its own slice when it gets there.
-        by_layer = experts.transpose(0, 1).contiguous().to(self.device)  # [L, S, K]
+        own = experts.transpose(0, 1)[[layers.index(layer) for layer in wanted]]  # [L, S, K]
+        by_layer = own.contiguous().to(self.device)
         return {layer: Target(by_layer[i], replayed) for i, layer in enumerate(wanted)}
 
     def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
@@ -83,9 +85,10 @@ def cut(
     shard: Batch, plan: Sequence[Sequence[int]], grid: TokenGrid, device: torch.device
 ) -> list[MicroBatch]:
     """Cut a shard by a plan of `rltrain.data.packing`: sequence numbers per micro-batch."""
+    light = shard.with_fields(rollout_expert_indices=None, replay_expert_indices=None)
     cuts = []
     for number, rows in enumerate(plan):
-        part = shard.select(rows)
+        part = light.select(rows)
         layout = layout_tokens(part.seq_lens.tolist(), grid)
-        cuts.append(MicroBatch(number, part, shard.token_index(rows), layout, device))
+        cuts.append(MicroBatch(number, part, shard, shard.token_index(rows), layout, device))
     return cuts

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
-from rltrain.batch import Batch, RouteRef
+from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy import checkpoint
 from rltrain.policy.agreement import agree
@@ -99,22 +99,12 @@ class PolicyWorker:
         self._refs = routes if isinstance(routes, tuple) else ()
         if isinstance(routes, tuple):
             check_refs(routes, shard.tokens.split(shard.seq_lens.tolist()), shard.weight_version)
-            shard = shard.with_fields(rollout_expert_indices=self._fetch(routes))
+            fetched = torch.from_numpy(fetch_routes(routes, self.model.route_layers))
+            shard = shard.with_fields(rollout_expert_indices=fetched)
         elif routes is not None:
             own = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
             shard = shard.with_fields(rollout_expert_indices=routes[:, own])
         self.shard = shard
-
-    def _fetch(self, refs: Sequence[RouteRef]) -> Tensor:
-        """This stage's layers of the shard's routes.  # [N, L, K]"""
-        layers = self.model.route_layers
-        if not layers:  # a stage of dense layers
-            num_rows = sum(ref.rows + 1 for ref in refs)
-            return torch.zeros(num_rows, 0, self.arch.experts_per_token, dtype=torch.uint8)
-        samples = [torch.from_numpy(routes) for routes in fetch_routes(refs, layers)]
-        # The last token of a sequence has no route: its row is False in route_mask.
-        last = samples[0].new_zeros(1, *samples[0].shape[1:])
-        return torch.cat([x for rows in samples for x in (rows, last)])
 
     def score(
         self,

@@ -86,17 +86,25 @@ def blocks_of(ref: RouteRef, layers: Sequence[int]) -> list[int]:
     ]
 
 
-def assemble(ref: RouteRef, arrays: Mapping[int, RouteIds], layers: Sequence[int]) -> RouteIds:
+def assemble(
+    ref: RouteRef,
+    arrays: Mapping[int, RouteIds],
+    layers: Sequence[int],
+    out: RouteIds | None = None,
+) -> RouteIds:
     """One sample's routes ``[rows, len(layers), K]``, in the order of ``layers``, as a copy.
 
     Args:
         arrays: the object of every block in ``blocks_of(ref, layers)``, keyed by block.
         layers: global numbers, any of ``ref.layers``.
+        out: where to put them and what to return, of their shape and dtype; None: a new array.
     Raises:
         ValueError: when an object is not what ``ref`` says it is.
     """
     spans = _spans(ref.block_sizes)
-    found = np.empty((ref.rows, len(layers), ref.experts_per_token), dtype=ref.dtype)
+    shape = (ref.rows, len(layers), ref.experts_per_token)
+    found = np.empty(shape, dtype=ref.dtype) if out is None else out
+    assert found.shape == shape and found.dtype == ref.dtype, (found.shape, found.dtype, ref)
     for block in blocks_of(ref, layers):
         held = ref.layers[spans[block]]
         asked = [i for i, layer in enumerate(layers) if layer in held]

@@ -40,8 +40,10 @@ def test_what_was_captured_is_what_is_fetched(
     checked = check_routes(routes, tokens, shape, ["a", "b", "c"], "vLLM", capture.fallback)
     refs = asyncio.run(store_routes(checked, capture, weight_version=2, producer="vLLM"))
     assert [ref.missing for ref in refs] == [(), ((6, 9),), ()]
-    for found, ids, there in zip(fetch_routes(refs, layers), captured, (4, 6, 2), strict=True):
-        experts = decode(torch.from_numpy(found)).numpy()
-        assert experts.shape == (len(ids), len(layers), 3)
+    whole = decode(torch.from_numpy(fetch_routes(refs, layers))).numpy()
+    assert whole.shape == (5 + 10 + 3, len(layers), 3)
+    for found, ids, there in zip(np.split(whole, [5, 15]), captured, (4, 6, 2), strict=True):
+        experts = found[:-1]
+        assert len(experts) == len(ids) and not found[-1].any()
         assert np.array_equal(experts[:there], ids[:there, list(layers)])
         assert all(len(set(row)) == 3 for row in experts.reshape(-1, 3).tolist())
