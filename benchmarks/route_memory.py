@@ -243,10 +243,10 @@ class Nodes:
         options |= {"node_ip_address": "127.0.0.1", "num_cpus": 1}
         # All that is in a store shall count, also what a node merely received.
         counted = {"scheduler_report_pinned_bytes_only": False}
-        a = cluster.add_node(resources={"A": 1000}, _system_config=counted, **options)
-        b = cluster.add_node(resources={"B": 1000}, **options)
-        ray.init(cluster.address, log_to_driver=False, logging_level="warning")
         try:
+            a = cluster.add_node(resources={"A": 1000}, _system_config=counted, **options)
+            b = cluster.add_node(resources={"B": 1000}, **options)
+            ray.init(cluster.address, log_to_driver=False, logging_level="warning")
             yield cls(a, b, store_bytes)
         finally:
             ray.shutdown()
@@ -339,9 +339,7 @@ def stages(size: Size, batch: Batch, nodes: Nodes) -> list[dict[str, Any]]:
         for actor, shard, micro_batches in zip(ranks, shards, plan.scoring, strict=True):
             ray.get(actor.take.remote(shard, micro_batches))
         before = nodes.store_bytes()[1]
-        start = time.perf_counter()
         fetched = ray.get([r.fetch.remote() for r in ranks])
-        seconds = time.perf_counter() - start
         layers = route_layers(size.pipeline, size.layers, size.shape.moe_layers, stage)
         found.append(
             {
@@ -349,7 +347,6 @@ def stages(size: Size, batch: Batch, nodes: Nodes) -> list[dict[str, Any]]:
                 "layers": layers,
                 "share": size.route_bytes(size.samples, len(layers)),
                 "came_to_b": nodes.store_bytes()[1] - before,
-                "seconds": seconds,
                 "fetch": fetched,
                 "gather": ray.get([r.gather.remote() for r in ranks]),
             }
@@ -394,14 +391,15 @@ def report(found: dict[str, Any]) -> str:
     ]
     lines.insert(1, "|---|---|---|---|")
     hops = [f"engine to store {engine['seconds']:.1f} s"]
-    hops += [
-        f"stage {s['stage']} to its ranks {s['seconds']:.1f} s, targets of "
-        f"{s['gather'][0]['micro_batches']} micro-batches "
-        f"{max(g['seconds'] for g in s['gather']):.1f} s"
-        for s in found["stages"]
-    ]
-    left = f"left on node A after the step: {found['left_on_node_a']} bytes"
+    for stage in found["stages"]:
+        fetching = max(rank["seconds"] for rank in stage["fetch"])
+        gathering = max(rank["seconds"] for rank in stage["gather"])
+        hops.append(
+            f"stage {stage['stage']} to its ranks {fetching:.1f} s, targets of "
+            f"{stage['gather'][0]['micro_batches']} micro-batches {gathering:.1f} s"
+        )
     per_sample = f"{controller['pickled_per_sample']:.0f} bytes of references per sample"
+    left = f"left on node A after the step: {found['left_on_node_a']} bytes"
     return "\n".join([*lines, "", *hops, per_sample, left])
 
 
