@@ -2,14 +2,14 @@
 
 import argparse
 import sys
-from typing import Literal
+import tempfile
 
 import ray
 import torch
 
 from rltrain.cli.routes_run import model_of, tokens_of
-from rltrain.config.rollout import RolloutConfig
-from rltrain.controller.preflight import count_gpus
+from rltrain.config import Config
+from rltrain.controller.cluster import cluster
 from rltrain.policy.routes import fetch_routes
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
@@ -28,33 +28,18 @@ def capture(options: argparse.Namespace) -> int:
     if folder is None:
         raise ValueError(f"{options.model}: vLLM reads a Hugging Face folder; give one")
     tokens = tokens_of(options, arch, folder)
-    gpus = count_gpus()
-    ray.init(include_dashboard=False, log_to_driver=False, num_gpus=gpus)
-    try:
-        shape = RouteShape(
-            arch.num_layers, arch.moe_layers, arch.num_experts, arch.experts_per_token
-        )
-        rollout = RolloutConfig.model_validate(
-            {
-                "max_response_tokens": 1,
-                "deterministic": True,
-                "dtype": options.dtype,
-                "engine_args": {"skip_tokenizer_init": True},
-            }
-        )
-        store = RouteStore.remote()
-        device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
-        spec = EngineSpec(
-            str(folder), rollout, max(map(len, tokens)), 0, device, RouteCapture(shape, store)
-        )
-        engine, ready = start_engine(spec, num_gpus=float(gpus > 0))
-        ray.get(ready)
-        requests = [Request(sequence, 0, f"{n}", 0) for n, sequence in enumerate(tokens)]
-        rollouts = ray.get(engine.generate.remote(requests, ONE))
-        refs = [rollout.routes for rollout in rollouts]
-        parts = [torch.from_numpy(part) for part in fetch_routes(refs, arch.moe_layers)]
-    finally:
-        ray.shutdown()
+    shape = RouteShape(arch.num_layers, arch.moe_layers, arch.num_experts, arch.experts_per_token)
+    with tempfile.TemporaryDirectory(prefix="rltrain-routes-") as logs:
+        config = _config(logs, options.dtype)
+        with cluster(config) as placed:
+            route_capture = RouteCapture(shape, RouteStore.remote())
+            longest = max(map(len, tokens))
+            spec = EngineSpec(str(folder), config.rollout, longest, 0, placed.device, route_capture)
+            engine, ready = start_engine(spec, num_gpus=placed.engine_gpus)
+            ray.get(ready)
+            requests = [Request(sequence, 0, f"{n}", 0) for n, sequence in enumerate(tokens)]
+            refs = [rollout.routes for rollout in ray.get(engine.generate.remote(requests, ONE))]
+            parts = [torch.from_numpy(part) for part in fetch_routes(refs, arch.moe_layers)]
     Routes(
         ids=torch.cat(parts),
         route_mask=torch.ones(sum(map(len, tokens)), dtype=torch.bool),
@@ -67,3 +52,17 @@ def capture(options: argparse.Namespace) -> int:
     ).save(options.out)
     sys.stdout.write(f"{options.out}\n")
     return 0
+
+
+def _config(logs: str, dtype: str) -> Config:
+    return Config.model_validate(
+        {
+            "trainer": {"output_dir": logs},
+            "rollout": {
+                "max_response_tokens": 1,
+                "deterministic": True,
+                "dtype": dtype,
+                "engine_args": {"skip_tokenizer_init": True},
+            },
+        }
+    )
