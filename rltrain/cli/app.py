@@ -52,6 +52,13 @@ def verify(arguments: Arguments) -> int:
     return run(arguments)
 
 
+def routes(arguments: Arguments) -> int:
+    """Record, replay, compare, inspect or slice routes outside of a run: rltrain routes -h."""
+    from rltrain.cli.routes import routes as run
+
+    return run(arguments)
+
+
 def dashboard(arguments: Arguments) -> int:
     """Save the dashboard as a view of the wandb project ENTITY/PROJECT."""
     from rltrain.cli.report import dashboard as run
@@ -65,6 +72,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "export": export,
     "keys": list_keys,
     "verify": verify,
+    "routes": routes,
     "dashboard": dashboard,
 }
 """Name -> function of the arguments after the name; its docstring is the help."""

@@ -13,7 +13,7 @@ from rltrain.algorithms.objective import Sums
 from rltrain.batch import Batch
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
-from rltrain.policy.passes import ModelOnMesh, accumulate
+from rltrain.policy.passes import ModelOnMesh, Recorder, accumulate
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.sender import full_tensors
 
@@ -40,7 +40,12 @@ class _Observing(ModelOnMesh):
 
 
 def observe(
-    model: ModelOnMesh, shard: Batch, micro_batches: Sequence[MicroBatch], *, replay: bool
+    model: ModelOnMesh,
+    shard: Batch,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    replay: bool,
+    recorder: Recorder | None = None,
 ) -> Observed:
     """Minimize minus the ``loss_weights``-weighted log-probability; nothing is updated.
 
@@ -61,7 +66,7 @@ def observe(
     for chunk in model.chunks:
         assert isinstance(chunk, DistributedDataParallel)
         chunk.zero_grad_buffer()
-    sums = accumulate(observing, micro_batches, objective, replay=replay)
+    sums = accumulate(observing, micro_batches, objective, replay=replay, recorder=recorder)
     speaks = mesh.is_last_stage and mesh.tp_rank == 0
     loss = torch.tensor(sum(float(s.totals["loss"]) for s in sums) if speaks else 0.0)
     loss = loss.to(next(model.chunks[0].parameters()).device, torch.float64)

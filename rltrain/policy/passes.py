@@ -75,6 +75,7 @@ class Recorded:
     native: Tensor  # what they would have chosen, as `rltrain.routing.codec` stores it  # [N, L, K]
     used: Tensor  # what they were made to choose  # [N, L, K]
     gate_mass: Tensor  # fp32; see `rltrain.routing.agreement.gate_mass`  # [N, L]
+    margin: Tensor  # fp32; see `rltrain.routing.agreement.choice_margin`  # [N, L]
     tokens: Tensor  # int64, what their rows read  # [N]
 
 
@@ -221,6 +222,7 @@ class Recorder:
             native=torch.zeros(n, len(layers), k, dtype=dtype),
             used=torch.zeros(n, len(layers), k, dtype=dtype),
             gate_mass=torch.zeros(n, len(layers)),
+            margin=torch.zeros(n, len(layers)),
             tokens=torch.zeros(n, dtype=torch.int64),
         )
         for number, mb in self._micro_batches.items() if layers else ():
@@ -231,6 +233,7 @@ class Recorder:
                 (torch.stack([r.native for r in kept], dim=1).to(dtype), whole.native),
                 (torch.stack([r.used for r in kept], dim=1).to(dtype), whole.used),
                 (torch.stack([r.gate_mass for r in kept], dim=1), whole.gate_mass),
+                (torch.stack([r.margin for r in kept], dim=1), whole.margin),
                 (read, whole.tokens),
             ):
                 mb.scatter(_all_gather(rows, mesh), index, shard)

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-from rltrain.routing.agreement import gate_mass
+from rltrain.routing.agreement import choice_margin, gate_mass
 from rltrain.routing.codec import decode
 
 _UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")
@@ -44,6 +44,7 @@ class Recorded:
     native: Tensor  # what it would have chosen itself  # [S, K]
     used: Tensor  # what it was made to choose  # [S, K]
     gate_mass: Tensor  # of what was used over that of the native choice, by its own gates  # [S]
+    margin: Tensor  # of the native choice; see `rltrain.routing.agreement.choice_margin`  # [S]
 
 
 class RouterTap:
@@ -85,7 +86,8 @@ class RouterTap:
             _, native = default_compute_topk(scores, topk, num_groups, group_topk)
             experts = self._forward(self.running, native)
             if self.recording:
-                self.recorded[self.running] = self._record(scores.detach(), native, experts)
+                margin = choice_margin(scores.detach(), topk, num_groups, group_topk)
+                self.recorded[self.running] = self._record(scores.detach(), native, experts, margin)
         return scores.gather(1, experts), experts
 
     def _forward(self, micro_batch: int, native: Tensor) -> Tensor:
@@ -107,13 +109,13 @@ class RouterTap:
             self.owed[micro_batch] = experts
         return experts
 
-    def _record(self, scores: Tensor, native: Tensor, experts: Tensor) -> Recorded:
+    def _record(self, scores: Tensor, native: Tensor, experts: Tensor, margin: Tensor) -> Recorded:
         gates = scores.float()
         if self.scores_are_logits:
             gates = gates.softmax(dim=-1)
         elif self.expert_bias is not None:  # it moves the choice and is no part of a gate
             gates = gates - self.expert_bias
-        return Recorded(native, experts, gate_mass(gates, experts, native))
+        return Recorded(native, experts, gate_mass(gates, experts, native), margin)
 
     def _recompute(self, scores: Tensor) -> Tensor:
         micro_batch = self.recomputing

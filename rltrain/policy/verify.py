@@ -26,6 +26,7 @@ from rltrain.policy.mesh import Mesh, destroy_mesh, init_world, lay_grid
 from rltrain.policy.micro_batch import MicroBatch, cut
 from rltrain.policy.model import build_model
 from rltrain.policy.observe import Observed, observe
+from rltrain.policy.pass_file import relative_error
 from rltrain.policy.passes import ModelOnMesh, score
 from rltrain.policy.ranks import rendezvous
 from rltrain.routing.align import last_rows
@@ -190,25 +191,18 @@ def _errors(
     logits = 0.0
     if found.logits is not None:
         expected = reference[f"{name}/logits"]
-        logits = _relative(found.logits, expected[index], scale=expected)
+        logits = relative_error(found.logits, expected[index], scale=expected)
     prefix = f"{name}/gradient/"
     names = {key.removeprefix(prefix) for key in reference if key.startswith(prefix)}
     assert names == found.gradients.keys(), names ^ found.gradients.keys()
     gradients = {
-        key: _relative(value, reference[prefix + key]) for key, value in found.gradients.items()
+        key: relative_error(value, reference[prefix + key])
+        for key, value in found.gradients.items()
     }
-    loss = _relative(torch.tensor(found.loss, dtype=torch.float64), reference[f"{name}/loss"])
+    loss = relative_error(torch.tensor(found.loss, dtype=torch.float64), reference[f"{name}/loss"])
     worst = max(gradients, key=lambda key: gradients[key])
     errors = {"logits": logits, "loss": loss, "gradient": gradients[worst]}
     return {key: _over_ranks(error, device) for key, error in errors.items()}, worst
-
-
-def _relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
-    """NaN anywhere gives infinity."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    largest = (expected if scale is None else scale).abs().max().clamp(min=1e-8)
-    error = float((found - expected).abs().max() / largest) if found.numel() else 0.0
-    return error if error == error else float("inf")
 
 
 def _over_ranks(value: float, device: torch.device) -> float:

@@ -33,6 +33,42 @@ def gate_mass(gates: Tensor, experts: Tensor, native: Tensor) -> Tensor:
     return chosen / gates.gather(1, native).sum(1).clamp_min(torch.finfo(gates.dtype).tiny)
 
 
+def choice_margin(
+    scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+) -> Tensor:
+    """How clear a router's choice is: while no score moves by half of this, the choice stays.
+
+    The K-th best score less the one after it. With group limits the lesser of that, within the
+    chosen groups, and the same of the groups, shared out over the scores that a group adds up.
+
+    Args:
+        scores: what the router compares, of all experts  # [S, E]
+        topk, num_groups, group_topk: as Megatron's router has them
+
+    Returns:
+        fp32, inf where no expert is left out  # [S]
+    """
+    scores = scores.float()
+    margin = torch.full_like(scores[:, 0], torch.inf)
+    if num_groups and group_topk:
+        members = topk // group_topk
+        of_groups = scores.unflatten(1, (num_groups, -1)).topk(members, dim=-1).values.sum(-1)
+        chosen = torch.zeros_like(of_groups, dtype=torch.bool)
+        chosen.scatter_(1, of_groups.topk(group_topk, dim=1).indices, True)
+        passed_over = ~chosen.repeat_interleave(scores.shape[1] // num_groups, dim=1)
+        scores = scores.masked_fill(passed_over, -torch.inf)
+        margin = _last_step(of_groups, group_topk) / members
+    return torch.minimum(margin, _last_step(scores, topk))
+
+
+def _last_step(scores: Tensor, count: int) -> Tensor:
+    """From the last of the ``count`` best down to the next.  # [S, E] -> [S]"""
+    if scores.shape[1] == count:
+        return torch.full_like(scores[:, 0], torch.inf)
+    best = scores.topk(count + 1, dim=1).values
+    return best[:, -2] - best[:, -1]
+
+
 def flipped_before(flipped: Tensor, seq_lens: Tensor, *, read_above: bool) -> Tensor:
     """True for tokens whose log-probability a flip can have touched.
 

@@ -15,6 +15,7 @@ from rltrain.routing.codec import decode, route_dtype
 
 HEADER = "rltrain.routes"
 TENSORS = ("ids", "route_mask", "seq_lens", "tokens")
+OPTIONAL = ("margins",)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,6 +34,8 @@ class Routes:
     num_experts: int
     weight_version: int
     producer: str  # e.g. "vLLM 0.30.0"
+    margins: Tensor | None = None
+    """float32, of each choice (`rltrain.routing.agreement.choice_margin`), if known  # [N, L]"""
 
     def __post_init__(self) -> None:
         stored = getattr(torch, str(route_dtype(self.num_experts)))
@@ -55,13 +58,21 @@ class Routes:
             raise ValueError(
                 f"expected {self.ids.shape[1]} different layers in order, found {self.layers}"
             )
+        of_rows = self.ids.shape[:2]
+        if (m := self.margins) is not None and (m.shape, m.dtype) != (of_rows, torch.float32):
+            raise ValueError(
+                f"margins: expected torch.float32 of {list(of_rows)}, found {m.dtype} "
+                f"{list(m.shape)}"
+            )
         if self.ids.numel() and (top := int(decode(self.ids).max())) >= self.num_experts:
             raise ValueError(f"expected ids below num_experts={self.num_experts}, found {top}")
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, in place of one that is there."""
-        tensors = {name: getattr(self, name).contiguous() for name in TENSORS}
-        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in TENSORS}
+        names = (*TENSORS, *OPTIONAL)
+        given = {name: getattr(self, name) for name in names}
+        tensors = {name: value.contiguous() for name, value in given.items() if value is not None}
+        about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in names}
         about["checksum"] = _checksum(tensors, about)
         beside = Path(f"{path}.partial")
         save_file(tensors, beside, {HEADER: json.dumps(about)})
@@ -98,7 +109,7 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{path}: expected a whole safetensors file of routes, found one that is cut short or "
             f"something else ({error})"
         ) from error
-    if HEADER not in metadata or set(tensors) != set(TENSORS):
+    if HEADER not in metadata or set(tensors) - set(OPTIONAL) != set(TENSORS):
         raise ValueError(
             f"{path}: expected routes, with metadata {HEADER} and tensors {', '.join(TENSORS)}, "
             f"found metadata {sorted(metadata)} and tensors {sorted(tensors)[:8]}"
@@ -115,8 +126,7 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of the tensors, and what is said about them."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name in TENSORS:
-        tensor = tensors[name]
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

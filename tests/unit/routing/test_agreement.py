@@ -7,7 +7,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
-from rltrain.routing.agreement import flipped_before, gate_mass, num_shared, spread_experts
+from rltrain.routing.agreement import (
+    choice_margin,
+    flipped_before,
+    gate_mass,
+    num_shared,
+    spread_experts,
+)
 from rltrain.routing.align import last_rows, router_targets
 
 
@@ -106,3 +112,68 @@ def test_router_targets_follow_their_tokens(seq_lens: list[int], tp: int, cp: in
 
 def test_last_rows() -> None:
     assert last_rows(torch.tensor([2, 1, 3])).tolist() == [False, True, True, False, False, True]
+
+
+@given(st.integers(0, 10**6), st.sampled_from([(1, None, None), (3, None, None), (4, 4, 2)]))
+def test_a_choice_stays_while_scores_move_by_less_than_half_the_margin(
+    seed: int, limits: tuple[int, int | None, int | None]
+) -> None:
+    """And changes when the two scores, or groups of scores, at its edge move by more."""
+    k, groups, kept = limits
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.rand(5, 16, generator=g)
+    margin = choice_margin(scores, *limits)
+    assert (margin > 0).all()
+    chosen = chosen_experts(scores, k, groups, kept)
+    sign = torch.where(torch.rand(5, 16, generator=g) < 0.5, 1.0, -1.0)
+    moved = scores + 0.49 * margin.unsqueeze(1) * sign
+    assert chosen_experts(moved, k, groups, kept) == chosen
+    # Against the choice: what was chosen goes down, the rest goes up, by a little more.
+    for row in range(5):
+        against = torch.ones(16)
+        against[list(chosen[row])] = -1.0
+        flipped = [
+            chosen_experts((scores[row] + x * margin[row])[None], k, groups, kept)[0] != chosen[row]
+            for x in moves(against, scores[row], chosen[row], groups, kept)
+        ]
+        assert any(flipped)
+
+
+def moves(
+    against: torch.Tensor, row: torch.Tensor, chosen: set[int], groups: int | None, kept: int | None
+) -> list[torch.Tensor]:
+    """By 0.51 each: of every expert, and of every pair of a group kept and a group passed over."""
+    found = [0.51 * against]
+    if groups and kept:
+        best = row.view(groups, -1).topk(2).values.sum(1).topk(kept).indices.tolist()
+        for down in best:
+            for up in set(range(groups)) - set(best):
+                move = torch.zeros(groups, 16 // groups)
+                move[down], move[up] = -0.51, 0.51
+                found.append(move.flatten())
+        inside = torch.zeros(groups, 16 // groups)
+        inside[best] = 1.0
+        found.append(0.51 * against * inside.flatten())
+    return found
+
+
+def chosen_experts(
+    scores: torch.Tensor, k: int, groups: int | None, kept: int | None
+) -> list[set[int]]:
+    """As Megatron's ``group_limited_topk``, row by row."""
+    found = []
+    for row in scores.tolist():
+        allowed = range(16)
+        if groups and kept:
+            size = 16 // groups
+            of = [sorted(row[i * size : (i + 1) * size])[-(k // kept) :] for i in range(groups)]
+            best = sorted(range(groups), key=lambda i: -sum(of[i]))[:kept]
+            allowed = [e for e in range(16) if e // size in best]
+        found.append(set(sorted(allowed, key=lambda e: -row[e])[:k]))
+    return found
+
+
+def test_who_takes_every_expert_has_no_margin() -> None:
+    assert choice_margin(torch.rand(3, 4), 4).tolist() == [float("inf")] * 3
+    assert choice_margin(torch.rand(3, 8), 4, 2, 2).isfinite().all()
+    assert choice_margin(torch.tensor([[3.0, 1.0, 2.5]]), 2).tolist() == [1.5]

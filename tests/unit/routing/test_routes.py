@@ -47,6 +47,24 @@ def test_a_file_is_read_back_whole(tmp_path: Path, num_experts: int) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["r.safetensors"]
 
 
+def test_margins_are_kept_if_there_are_any(tmp_path: Path) -> None:
+    file = tmp_path / "r.safetensors"
+    some_routes().save(file)
+    assert Routes.load(file).margins is None
+    routes = some_routes(margins=torch.rand(7, 2))
+    routes.save(file)
+    found = Routes.load(file).margins
+    assert found is not None and torch.equal(found, routes.margins)
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata()
+    save_file(load_file(file) | {"margins": found + 1}, file, header)
+    with pytest.raises(ValueError, match="checksum"):
+        Routes.load(file)
+    for wrong in (torch.rand(7, 3), torch.rand(7, 2).double()):
+        with pytest.raises(ValueError, match=r"margins: expected torch.float32 of \[7, 2\]"):
+            some_routes(margins=wrong)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     some_routes().save(tmp_path / "r.safetensors")
