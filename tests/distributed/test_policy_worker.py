@@ -10,6 +10,7 @@ Not exercised: NCCL.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +37,22 @@ class Case:
     parallel: dict[str, int]
     routing: str = "rollout"
     recompute: str = "none"
+    model: str = "moe"
+
+    @property
+    def moe_layers(self) -> list[int]:
+        return [n for n in range(LAYERS) if n not in MODELS[self.model]]
 
 
+MODELS: dict[str, list[int]] = {"moe": [], "dense first": [0]}
+"""Layers without a router."""
 ONE = {"rollout": "one rank, R3", "recorded": "one rank, R2", "native": "one rank, off"}
 CASES = {
     ONE["rollout"]: Case({}),
     ONE["recorded"]: Case({}, routing="recorded"),
     ONE["native"]: Case({}, routing="native"),
+    "dense first, one rank, R3": Case({}, model="dense first"),
+    "dense first, one rank, R2": Case({}, routing="recorded", model="dense first"),
     "R3, recomputed": Case({}, recompute="full"),
     "R3, tp2": Case({"tp": 2}),
     "R3, ep2 over dp2": Case({"dp": 2, "ep": 2}),
@@ -65,15 +75,31 @@ CASES = {
     "R3, cp2 ep2": Case({"cp": 2, "ep": 2}),
     "R3, tp2 etp2": Case({"tp": 2, "etp": 2}),
     "R3, tp2 etp2 ep2 dp2": Case({"tp": 2, "etp": 2, "ep": 2, "dp": 2}),
+    # Its first stage has no router at all.
+    "dense first, R3, pp2 uneven": Case({"pp": 2, "first_stage_layers": 1}, model="dense first"),
+    "dense first, R2, pp2 uneven": Case(
+        {"pp": 2, "first_stage_layers": 1}, routing="recorded", model="dense first"
+    ),
+    "dense first, R3, pp2 vpp2": Case({"pp": 2, "vpp": 2}, model="dense first"),
+    "dense first, R2, pp2 vpp2": Case(
+        {"pp": 2, "vpp": 2}, routing="recorded", model="dense first", recompute="full"
+    ),
 }
 
 
-def saved_batch() -> Batch:
+def one_rank(case: Case) -> str:
+    return ONE[case.routing] if case.model == "moe" else f"{case.model}, {ONE[case.routing]}"
+
+
+REFERENCES = {one_rank(case) for case in CASES.values()}
+
+
+def saved_batch(layers: int = LAYERS) -> Batch:
     g = torch.Generator().manual_seed(0)
     lens = torch.tensor(LENGTHS)
     n = int(lens.sum())
     response = torch.rand(n, generator=g) < 0.6
-    routes = torch.rand(n, LAYERS, EXPERTS, generator=g).topk(K).indices.to(torch.uint8)
+    routes = torch.rand(n, layers, EXPERTS, generator=g).topk(K).indices.to(torch.uint8)
     weights = response / response.sum()
     return Batch(
         tokens=torch.randint(VOCAB, (n,), generator=g),
@@ -90,7 +116,9 @@ def saved_batch() -> Batch:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("policy")
-    save_tiny_moe(folder / "model", num_layers=LAYERS, num_experts=EXPERTS, k=K, vocab=VOCAB)
+    for model, dense in MODELS.items():
+        sizes: dict[str, Any] = {"num_layers": LAYERS, "num_experts": EXPERTS, "k": K}
+        save_tiny_moe(folder / model, **sizes, vocab=VOCAB, dense_layers=dense)
     run_ranks(run_cases, 4, folder, timeout_s=400)
     found: dict[str, dict[str, Tensor]] = {name: {} for name in CASES}
     for name in CASES:
@@ -99,9 +127,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ten
     return found
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name not in ONE.values()])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in REFERENCES])
 def test_equals_one_rank(results: dict[str, dict[str, Tensor]], case: str) -> None:
-    expected, found = results[ONE[CASES[case].routing]], results[case]
+    expected, found = results[one_rank(CASES[case])], results[case]
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], x) for name, x in expected.items()}
     assert not {name: error for name, error in errors.items() if not error < 1e-4}
@@ -152,8 +180,8 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     from rltrain.weights.sender import full_tensors
 
     cpu = torch.device("cpu")
-    worker = PolicyWorker(config, rank, rendezvous(folder, name), str(folder / "model"), cpu)
-    mesh, batch = worker.mesh, saved_batch()
+    worker = PolicyWorker(config, rank, rendezvous(folder, name), str(folder / case.model), cpu)
+    mesh, batch = worker.mesh, saved_batch(len(case.moe_layers))
     multiple_of = mesh.pp_size if mesh.vpp_size > 1 else 1
     plan = plan_step(list(LENGTHS), 1, mesh.dp_size, BUDGET, multiple_of)
     if mesh.dp_size > 1:

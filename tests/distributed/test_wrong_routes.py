@@ -68,6 +68,11 @@ def swapped(routes: Tensor) -> Tensor:
     return torch.cat([second, first, third])
 
 
+def first_overwritten(routes: Tensor) -> Tensor:
+    """A draft model's only MoE layer has the number of the target's first (vllm#48622)."""
+    return torch.cat([garbage(len(routes))[:, None], routes[:, 1:]], dim=1)
+
+
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows one early": by_sample(lambda rows: rows.roll(-1, 0)),
     "rows one late": by_sample(lambda rows: rows.roll(1, 0)),
@@ -75,6 +80,7 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "layers rotated": lambda routes: routes.roll(1, 1),
     "layers reversed": lambda routes: routes.flip(1),
     "layers by ordinal": by_ordinal,
+    "first layer of a draft model": first_overwritten,
     "left padding": by_sample(left_padded),
     "rows reversed": by_sample(lambda rows: rows.flip(0)),
 }
@@ -165,6 +171,14 @@ def test_what_the_engine_itself_mixed_up_is_for_the_gate(found: dict[str, Any]) 
     assert found["swapped by the engine"] == found["two samples swapped"]
 
 
+def test_a_reference_is_scored_on_the_actors_routes_where_asked(found: dict[str, Any]) -> None:
+    """Only then does it equal the actor before the first update; neither touches the other."""
+    reference = found["reference"]
+    assert reference["replayed"] < 1e-6, "same weights, same routes"
+    assert reference["native"] > 0.1
+    assert reference["native of the actor, before and after"] == 0.0
+
+
 # On the rank
 
 
@@ -173,8 +187,9 @@ def run_faults(rank: int, folder: Path) -> None:
     from rltrain.policy.worker import PolicyWorker
 
     cpu = torch.device("cpu")
-    worker = PolicyWorker(Config(), rank, rendezvous(folder, "one"), str(folder / "model"), cpu)
-    found = _gated(worker)
+    config = Config.model_validate({"algorithm": {"kl_coef": 0.1}})
+    worker = PolicyWorker(config, rank, rendezvous(folder, "one"), str(folder / "model"), cpu)
+    found = _gated(worker) | {"reference": _reference(worker)}
     with pytest.MonkeyPatch.context() as patch:
         # The store itself is tested with Ray in tests/integration/test_route_store.py.
         patch.setattr("rltrain.policy.routes.ray.get", lambda held: [h.array for h in held])
@@ -238,6 +253,23 @@ def _gated(worker: Any) -> dict[str, Any]:
         for weight, value in zip(weights, kept, strict=True):
             weight.copy_(value)
     return found
+
+
+def _reference(worker: Any) -> dict[str, float]:
+    wrong = swapped(_native_routes(worker))
+    worker.begin_step(_batch().with_fields(rollout_expert_indices=wrong))
+
+    def score(routing: str, of: str = "policy") -> Tensor:
+        logprobs: Tensor = worker.score(PLAN, routing=routing, of=of).logprobs
+        return logprobs
+
+    actor, native = score("rollout"), score("native")
+    replayed, natively = score("rollout", "reference"), score("native", "reference")
+    return {
+        "replayed": float((replayed - actor).abs().max()),
+        "native": float((natively - actor).abs().max()),
+        "native of the actor, before and after": float((score("native") - native).abs().max()),
+    }
 
 
 def _checked(worker: Any) -> dict[str, Any]:

@@ -116,6 +116,12 @@ def test_a_step_above_its_budget_ends_the_run() -> None:
     fall_back(batch_missing(6), fallback="drop", max_batch_fallback=0.125)
 
 
+def test_replay_without_routes_is_an_error() -> None:
+    batch = replace(batch_missing(), route_mask=None)
+    with pytest.raises(ValueError, match="the batch has no route_mask"):
+        fall_back(batch, fallback="live")
+
+
 def test_a_failed_reward_stays_out_of_the_loss() -> None:
     batch = batch_missing(3)
     (loss_mask,) = batch.require("loss_mask")

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltrain.policy.replay import RoutingTaps, Target, tapped
+from rltrain.policy.replay import RouterTap, RoutingTaps, Target, tapped
 
 E, K = 8, 2
 SIGMOID = {"moe_router_score_function": "sigmoid"}
@@ -222,6 +222,21 @@ def test_a_router_that_runs_twice_is_an_error() -> None:
     ):
         forward(taps, built, 0, draw(3))
         forward(taps, built, 0, draw(3))
+
+
+def test_no_tap_waits_for_the_device() -> None:
+    """Meta tensors have no values: reading one, as ``.item()`` does, is an error."""
+    tap = RouterTap(0, recomputations=1, scores_are_logits=True)
+    scores = torch.empty(5, E, device="meta")
+    chosen = torch.empty(5, K, dtype=torch.uint8, device="meta")
+    tap.target = Target(chosen, torch.empty(5, dtype=torch.bool, device="meta"))
+    tap.running, tap.recording = 0, True
+    _, experts = tap(scores, K, None, None, lambda scores, topk, *_: scores.topk(topk))
+    tap.running, tap.recomputing = None, 0
+    _, again = tap(scores, K)
+    assert again is experts and tap.recorded[0].gate_mass.is_meta
+    with pytest.raises(RuntimeError, match="meta"):
+        experts.sum().item()
 
 
 # That it is alone

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
 
 from rltrain.rollout.completion import check_length, sampled_logprobs, vllm_params
 from rltrain.rollout.types import Request, SamplingParams
@@ -39,6 +40,7 @@ def test_sampling_is_passed_on() -> None:
     assert (params.temperature, params.max_tokens, params.seed) == (0.7, 4, 11)
     assert (params.top_p, params.top_k, params.min_p, params.n) == (1.0, 0, 0.0, 1)
     assert params.logprobs == 0 and params.stop_token_ids == [9]
+    assert params.output_kind == RequestOutputKind.FINAL_ONLY  # with rows and tokens of one piece
     greedy = vllm_params(REQUEST, replace(SAMPLING, greedy=True, logprobs=False), [9])
     assert greedy.temperature == 0 and greedy.logprobs is None
 

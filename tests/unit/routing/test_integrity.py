@@ -117,6 +117,11 @@ def zero_layer(array: RouteIds) -> RouteIds:
     return array
 
 
+def zero_rows(array: RouteIds, *rows: int) -> RouteIds:
+    array[list(rows)] = 0
+    return array
+
+
 def twice(array: RouteIds, row: int) -> RouteIds:
     array[row, 1, 2] = array[row, 1, 0]
     return array
@@ -143,6 +148,8 @@ def twice(array: RouteIds, row: int) -> RouteIds:
         (lambda a: bad_row(a, 2**40, 2), ((2, 3),)),
         (lambda a: bad_row(a, 256 + 3, 2), ((2, 3),)),  # 3 when cut to uint8
         (lambda a: twice(a, 6), ((6, 7),)),
+        (lambda a: zero_rows(a, 0, 1, 2), ((0, 3),)),  # a prompt
+        (lambda a: zero_rows(a, 1, 3, 5, 7), ((1, 2), (3, 4), (5, 6), (7, 8))),  # a rank's share
         (zero_layer, ALL),
         (lambda a: bad_row(a, 8, 1)[:6], ((1, 2), (6, 8))),
     ],

@@ -35,6 +35,12 @@ def test_short_samples_share_an_object_and_long_ones_do_not() -> None:
     assert [number for number, _ in assign_objects([2048] * 3, 384)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("num_experts", "itemsize"), [(256, 1), (257, 2)])
+def test_nothing_is_padded(num_experts: int, itemsize: int) -> None:
+    _, arrays, _ = packed((2, 4), num_experts, rows=(1, 50, 7))
+    assert sum(array.nbytes for array in arrays) == (1 + 50 + 7) * len(LAYERS) * 2 * itemsize
+
+
 LAYERS = (1, 3, 4, 6, 7, 9)  # dense layers between them
 
 
