@@ -1,16 +1,10 @@
 """The Megatron model of an architecture on this rank."""
 
-import importlib.util
 from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -18,14 +12,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
+from rltrain.config.policy import PolicyConfig
 from rltrain.parallel.layers import Pipeline, route_layers
 from rltrain.policy.guards import check_armed, check_replayable, check_schedule
-from rltrain.policy.megatron_args import megatron_config
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.mtp import frozen_mtp_block
 from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
-from rltrain.weights.architecture import MLA, Architecture
+from rltrain.policy.transformer_options import transformer_config, uses_transformer_engine
+from rltrain.weights.architecture import Architecture
 
 
 def build_model(
@@ -109,10 +103,7 @@ def _route_layers(
     arch: Architecture, policy: PolicyConfig, mesh: Mesh, number: int
 ) -> tuple[int, ...]:
     """The layers with a router that this chunk should have, without asking Megatron."""
-    sizes = policy.parallel
-    pipeline = Pipeline(
-        mesh.pp_size, mesh.vpp_size, sizes.first_stage_layers, sizes.last_stage_layers
-    )
+    pipeline = Pipeline.of(policy.parallel)
     return route_layers(pipeline, arch.num_layers, arch.moe_layers, mesh.pp_rank, number)
 
 
@@ -132,139 +123,6 @@ def _decoder(chunk: torch.nn.Module) -> Any:
     return model.decoder
 
 
-def params_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
-    if precision.params == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision.params]
-
-
-def uses_transformer_engine(policy: PolicyConfig, device: torch.device) -> bool:
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    return installed and device.type == "cuda" and policy.transformer_engine == "auto"
-
-
-def transformer_config(
-    arch: Architecture,
-    policy: PolicyConfig,
-    mesh: Mesh,
-    *,
-    device: torch.device,
-    routing_replay: bool,
-) -> TransformerConfig:
-    dtype = params_dtype(policy.precision, device)
-    return megatron_config(
-        policy.megatron_args,
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_size,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        init_method=_nan_,
-        output_layer_init_method=_nan_,
-        tensor_model_parallel_size=mesh.tp_size,
-        pipeline_model_parallel_size=mesh.pp_size,
-        context_parallel_size=mesh.cp_size,
-        expert_model_parallel_size=mesh.ep_size,
-        expert_tensor_parallel_size=mesh.etp_size,
-        sequence_parallel=mesh.tp_size > 1,
-        # Micro-batches differ in length, and a stage has to know what it will receive.
-        variable_seq_lengths=mesh.pp_size > 1,
-        moe_token_dispatcher_type=policy.dispatcher,  # read for dense models, too
-        **_pipeline_options(policy.parallel),
-        # The loss function takes its denominator from outside and divides by itself.
-        calculate_per_token_loss=False,
-        finalize_model_grads_func=finalize_model_grads,
-        **_recompute_options(policy),
-        **_expert_options(arch, policy, device, routing_replay),
-        **(_latent_attention_options(arch.mla, arch.rope_theta) if arch.mla else {}),
-    )
-
-
-def _pipeline_options(parallel: ParallelConfig) -> dict[str, Any]:
-    interleaved = parallel.vpp > 1
-    return {
-        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
-        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
-        # Batched, the messages of two interleaved stages are paired wrongly: what goes forward is
-        # received as what comes back, and Megatron computes on it.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-    }
-
-
-def _recompute_options(policy: PolicyConfig) -> dict[str, Any]:
-    if policy.recompute == "selective":
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": list(policy.recompute_modules),
-        }
-    if policy.recompute == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": policy.recompute_method,
-            "recompute_num_layers": policy.recompute_num_layers,
-        }
-    return {}
-
-
-def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "rope_type": "rope",
-        "rotary_base": rope_theta,
-        # Megatron's default, 40, is for YaRN.
-        "rotary_scaling_factor": 1.0,
-    }
-
-
-def _expert_options(
-    arch: Architecture, policy: PolicyConfig, device: torch.device, routing_replay: bool
-) -> dict[str, Any]:
-    if arch.num_experts == 0:
-        return {}
-    router = policy.precision.router
-    return {
-        "num_moe_experts": arch.num_experts,
-        "moe_ffn_hidden_size": arch.expert_size,
-        "moe_layer_freq": [int(i in arch.moe_layers) for i in range(arch.num_layers)],
-        "moe_router_topk": arch.experts_per_token,
-        "moe_router_score_function": arch.score_function,
-        "moe_router_enable_expert_bias": arch.expert_bias,
-        "moe_router_num_groups": arch.num_groups if arch.num_groups > 1 else None,
-        "moe_router_group_topk": arch.groups_per_token if arch.num_groups > 1 else None,
-        "moe_router_topk_scaling_factor": arch.routed_scaling,
-        "moe_shared_expert_intermediate_size": arch.shared_expert_size or None,
-        # Softmax over all experts, or over the chosen ones, which is what normalizing amounts to.
-        "moe_router_pre_softmax": not arch.norm_topk_prob,
-        "moe_router_dtype": None if router == "params" else router,
-        # Balancing belongs to pre-training: in RL it would move the policy against its objective.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_grouped_gemm": True,
-        "moe_permute_fusion": uses_transformer_engine(policy, device),
-        "moe_enable_routing_replay": routing_replay,
-    }
-
-
 def _block_spec(
     config: TransformerConfig, policy: PolicyConfig, device: torch.device, vp_stage: int | None
 ) -> Any:
@@ -279,10 +137,6 @@ def _backend(policy: PolicyConfig, device: torch.device) -> BackendSpecProvider:
 
         return TESpecProvider()
     return TorchSpecProvider()
-
-
-def _nan_(weight: torch.Tensor) -> None:
-    torch.nn.init.constant_(weight, float("nan"))
 
 
 def _zero_vocabulary_padding(model: GPTModel, arch: Architecture, mesh: Mesh) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rltrain.parallel.tokens import TokenGrid, context_parallel_slice
-from rltrain.policy.torch_backend import packed_causal_attention
+from rltrain.policy.torch_attention import packed_causal_attention
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
