@@ -107,15 +107,11 @@ def init_mesh(
     Raises:
         ValueError: ``world_size`` is not what ``parallel`` needs.
     """
-    _check_world(parallel, world_size)
-    init_world(rank, world_size, init_method, device, timeout_s=timeout_s)
-    return lay_grid(parallel, seed=seed, timeout_s=timeout_s)
-
-
-def init_world(
-    rank: int, world_size: int, init_method: str, device: torch.device, *, timeout_s: float
-) -> None:
-    """Join the other ranks. Collective."""
+    if world_size != parallel.world_size:
+        raise ValueError(
+            f"policy.parallel needs tp*pp*cp*dp={parallel.world_size} ranks, found {world_size}: "
+            "change policy.parallel.dp or start that many"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -125,13 +121,6 @@ def init_world(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-
-
-def lay_grid(parallel: ParallelConfig, *, seed: int = 0, timeout_s: float = 1800.0) -> Mesh:
-    """Lay a grid over the world this rank has joined, in place of an earlier one. Collective."""
-    _check_world(parallel, dist.get_world_size())
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -147,17 +136,12 @@ def lay_grid(parallel: ParallelConfig, *, seed: int = 0, timeout_s: float = 1800
 
 
 def destroy_mesh() -> None:
-    """Leave the world; another grid may be laid afterwards."""
+    """Leave the world; another grid may be laid afterwards.
+
+    Megatron alone would let go of its groups without ending their threads.
+    """
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def _check_world(parallel: ParallelConfig, world_size: int) -> None:
-    if world_size != parallel.world_size:
-        raise ValueError(
-            f"policy.parallel needs tp*pp*cp*dp={parallel.world_size} ranks, found {world_size}: "
-            "change policy.parallel.dp or start that many"
-        )
 
 
 def _read_mesh() -> Mesh:

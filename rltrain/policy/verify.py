@@ -9,6 +9,8 @@ right rows, also in recomputation, the third cannot agree.
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from rltrain.config.policy import ParallelConfig
 from rltrain.data.packing import plan_step
 from rltrain.policy.layout_case import MAX_TOKENS, SEQ_LENS, Case
 from rltrain.policy.layout_row import NATIVE, PERTURBED, RECORDED, Row, result_file
-from rltrain.policy.mesh import Mesh, destroy_mesh, init_world, lay_grid
+from rltrain.policy.mesh import Mesh, destroy_mesh, init_mesh
 from rltrain.policy.micro_batch import MicroBatch, cut
 from rltrain.policy.model import build_model
 from rltrain.policy.observe import Observed, observe
@@ -38,50 +40,43 @@ from rltrain.weights.seeded import fill
 def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> None:
     """On one rank: what every model of ``cases`` computes, one file each."""
     own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-    init_world(rank, 1, rendezvous(folder, "reference"), own, timeout_s=600)
     for case in cases:
-        model = _model(Case(ParallelConfig(), case.model, case.num_layers, case.dense_layers), own)
-        batch = _batch(case.arch)
-        plan = [[i] for i in range(batch.num_sequences)]
-        native = observe(model, batch, _cut(model.mesh, batch, plan, own), replay=False)
-        scores = score(
-            model,
-            _cut(model.mesh, batch, plan, own),
-            batch.num_tokens,
-            replay=False,
-            record=True,
-        )
-        assert scores.recorded is not None
-        recorded = scores.recorded.native
-        routes, mask = perturb(decode(recorded), batch.seq_lens, case.arch.num_experts)
-        replayed = batch.with_fields(
-            replay_expert_indices=_encoded(routes, case.arch), replay_mask=mask
-        )
-        perturbed = observe(model, replayed, _cut(model.mesh, replayed, plan, own), replay=True)
-        found = {
-            "routes": recorded,
-            "perturbed routes": routes,
-            "perturbed mask": mask,
-            **_tensors(NATIVE, native),
-            **_tensors(PERTURBED, perturbed),
-        }
-        save_file(found, _reference_file(folder, case))
-    destroy_mesh()
+        alone = Case(ParallelConfig(), case.model, case.num_layers, case.dense_layers)
+        with _model(alone, rank, rendezvous(folder, f"reference of {case.name}"), own) as model:
+            save_file(_reference(model, own), _reference_file(folder, case))
 
 
 def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
-    """On every rank of one world: case after case, a JSON file for each that ended."""
+    """On every rank of one world size: case after case, a JSON file for each that ended."""
     own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-    size = cases[0].parallel.world_size
-    name = f"world of {size}, from {cases[0].name}"
-    init_world(rank, size, rendezvous(folder, name), own, timeout_s=600)
     for case in cases:
-        row = _verify(folder, case, own)
+        with _model(case, rank, rendezvous(folder, case.name), own) as model:
+            row = _verify(folder, case, model, own)
         if rank == 0:
             file = result_file(folder, case)
             file.with_suffix(".partial").write_text(json.dumps(asdict(row)))
             os.replace(file.with_suffix(".partial"), file)
-    destroy_mesh()
+
+
+def _reference(model: ModelOnMesh, device: torch.device) -> dict[str, Tensor]:
+    arch = model.arch
+    batch = _batch(arch)
+    plan = [[i] for i in range(batch.num_sequences)]
+    native = observe(model, batch, _cut(model.mesh, batch, plan, device), replay=False)
+    cuts = _cut(model.mesh, batch, plan, device)
+    scores = score(model, cuts, batch.num_tokens, replay=False, record=True)
+    assert scores.recorded is not None
+    recorded = scores.recorded.native
+    routes, mask = perturb(decode(recorded), batch.seq_lens, arch.num_experts)
+    replayed = batch.with_fields(replay_expert_indices=_encoded(routes, arch), replay_mask=mask)
+    perturbed = observe(model, replayed, _cut(model.mesh, replayed, plan, device), replay=True)
+    return {
+        "routes": recorded,
+        "perturbed routes": routes,
+        "perturbed mask": mask,
+        **_tensors(NATIVE, native),
+        **_tensors(PERTURBED, perturbed),
+    }
 
 
 def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -102,9 +97,8 @@ def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor,
     return torch.where(changed, other, routes), ~live & ~last_rows(seq_lens)
 
 
-def _verify(folder: Path, case: Case, device: torch.device) -> Row:
+def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) -> Row:
     started = time.monotonic()
-    model = _model(case, device)
     mesh, batch = model.mesh, _batch(case.arch)
     reference = load_file(_reference_file(folder, case))
     multiple_of = mesh.pp_size if mesh.vpp_size > 1 else 1
@@ -150,11 +144,16 @@ def _verify(folder: Path, case: Case, device: torch.device) -> Row:
     )
 
 
-def _model(case: Case, device: torch.device) -> ModelOnMesh:
-    mesh = lay_grid(case.parallel)
+@contextmanager
+def _model(case: Case, rank: int, init_method: str, device: torch.device) -> Iterator[ModelOnMesh]:
+    """The case's model in a world of its own."""
+    mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init_method, device)
     chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
     fill(chunks, case.arch, mesh)
-    return ModelOnMesh(chunks, case.arch, mesh, case.policy, temperature=1.0)
+    try:
+        yield ModelOnMesh(chunks, case.arch, mesh, case.policy, temperature=1.0)
+    finally:
+        destroy_mesh()
 
 
 def _batch(arch: Architecture) -> Batch:
