@@ -1,0 +1,52 @@
+"""A micro-batch takes its routes from the shard, the same as if it had a copy of its own."""
+
+import pytest
+import torch
+
+from rltrain.batch import Batch
+from rltrain.parallel.tokens import TokenGrid
+from rltrain.policy.micro_batch import cut
+from rltrain.routing.align import last_rows, router_targets
+
+LENGTHS = (5, 3, 7, 2)
+LAYERS, EXPERTS, K = (2, 3, 6), 8, 2
+GRIDS = [TokenGrid(), TokenGrid(tp_size=2, tp_rank=1), TokenGrid(cp_size=2, cp_rank=1, align=4)]
+
+
+def shard() -> Batch:
+    g = torch.Generator().manual_seed(0)
+    lens = torch.tensor(LENGTHS)
+    n = int(lens.sum())
+    routes = torch.rand(n, len(LAYERS), EXPERTS, generator=g).topk(K).indices.to(torch.uint8)
+    return Batch(
+        tokens=torch.arange(n),
+        seq_lens=lens,
+        response_mask=torch.ones(n, dtype=torch.bool),
+        rollout_expert_indices=routes,
+        replay_expert_indices=routes,
+        replay_mask=~last_rows(lens) & (torch.rand(n, generator=g) < 0.7),
+    )
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("wanted", [LAYERS, (6, 2), (3,)])
+def test_targets_are_those_of_the_micro_batchs_own_sequences(
+    grid: TokenGrid, wanted: tuple[int, ...]
+) -> None:
+    plan = [[2, 0], [3], [1], []]
+    for rows, mb in zip(plan, cut(shard(), plan, grid, torch.device("cpu")), strict=True):
+        own = shard().select(rows)
+        routes, mask = own.require("replay_expert_indices", "replay_mask")
+        experts, replayed = router_targets(routes, mask, mb.layout.routers, EXPERTS)
+        targets = mb.route_targets(LAYERS, wanted, EXPERTS)
+        assert list(targets) == list(wanted)
+        for layer, target in targets.items():
+            assert torch.equal(target.experts, experts[:, LAYERS.index(layer)])
+            assert torch.equal(target.replayed, replayed)
+
+
+def test_cutting_copies_no_routes() -> None:
+    whole = shard()
+    for mb in cut(whole, [[0], [1, 2], [3]], TokenGrid(), torch.device("cpu")):
+        assert mb.batch.rollout_expert_indices is None and mb.batch.replay_expert_indices is None
+        assert mb.shard.replay_expert_indices is whole.replay_expert_indices
