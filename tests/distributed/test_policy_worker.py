@@ -25,7 +25,7 @@ from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.test_layouts import _relative_error as relative_error
 from tests.distributed.tiny_folder import save_tiny_moe
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # one fixture runs all cases
 
 LENGTHS = (30, 2, 17, 16)
 BUDGET = 32
@@ -119,7 +119,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ten
     for model, dense in MODELS.items():
         sizes: dict[str, Any] = {"num_layers": LAYERS, "num_experts": EXPERTS, "k": K}
         save_tiny_moe(folder / model, **sizes, vocab=VOCAB, dense_layers=dense)
-    run_ranks(run_cases, 4, folder, timeout_s=400)
+    run_ranks(run_cases, 4, folder, timeout_s=540)
     found: dict[str, dict[str, Tensor]] = {name: {} for name in CASES}
     for name in CASES:
         for file in folder.glob(f"{name}.*.safetensors"):
