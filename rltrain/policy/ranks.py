@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["rltrain.policy.optimizer", "rltrain.weights.load", "rltrain.weights.sender"]
+_PRELOAD = ["rltrain.policy.optimizer", "rltrain.policy.worker", "rltrain.policy.verify"]
 _POLL_S = 0.05
 
 
