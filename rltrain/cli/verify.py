@@ -170,7 +170,7 @@ forward and backward consumptions of routes on rank 0 in one pass."""
 
 
 def _width(name: str) -> int:
-    widths = {"model": 14, "recompute": 9, "dispatcher": 10, "pp": 7, "records": 8, "consumed": 9}
+    widths = {"model": 14, "recompute": 17, "dispatcher": 10, "pp": 7, "records": 8, "consumed": 9}
     if name in _NUMBERS[:3]:
         return max(len(name), 19)
     return max(len(name), widths.get(name, 3))

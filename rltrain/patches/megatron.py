@@ -142,6 +142,14 @@ def _router_linear(original: Any) -> Any:
     return router_gating_linear
 
 
+def _no_fp8(original: Any) -> Any:
+    def __init__(self: Any, fp8: Any = False) -> None:
+        original(self, fp8)
+        self.fp8 = bool(fp8)
+
+    return __init__
+
+
 def _own_steps(original: Any) -> Any:
     def load_state_dict(self: Any, state_dict: Any) -> None:
         original(self, state_dict)
@@ -229,6 +237,16 @@ CPU_PATCHES = (
     ),
 )
 
+CHECKPOINT_WITHOUT_TE = Patch(
+    *_MEGATRON,
+    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+    ("self", "fp8"),
+    "takes its default fp8=False for FP8, and FP8GlobalStateManager is an undefined name where "
+    "Transformer Engine is not installed: recomputing layernorm or moe_act is a NameError",
+    "CheckpointWithoutOutput tells False from None",
+    _no_fp8,
+)
+
 ROUTER_WITHOUT_TE = Patch(
     *_MEGATRON,
     "megatron.core.transformer.moe.router:router_gating_linear",
@@ -267,6 +285,7 @@ def apply_fixes() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         apply(ROUTER_WITHOUT_TE)
+        apply(CHECKPOINT_WITHOUT_TE)
     for patch in TORCH_ADAM_PATCHES:
         apply(patch)
 

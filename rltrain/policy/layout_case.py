@@ -84,6 +84,7 @@ Options = Mapping[str, Any]
 NONE: Options = {}
 FULL: Options = {"recompute": "full"}
 MOE: Options = {"recompute": "selective", "recompute_modules": ["moe"]}
+PARTS: Options = {"recompute": "selective", "recompute_modules": ["layernorm", "moe_act"]}
 BLOCK: Options = {"recompute": "full", "recompute_method": "block"}
 
 
@@ -95,6 +96,7 @@ LAYOUTS: tuple[Case, ...] = (
     _case(),
     _case(FULL),
     _case(MOE),
+    _case(PARTS),
     _case(tp=2),
     _case(MOE, tp=2, etp=2),
     _case(ep=2, dp=2),
