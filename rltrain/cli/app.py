@@ -44,9 +44,7 @@ def report(arguments: Arguments) -> int:
 
 def verify(arguments: Arguments) -> int:
     """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
-    # Megatron's, on import, about packages it can do without; here and in the ranks.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
-    warnings.simplefilter("ignore", UserWarning)
+    _ignore_import_warnings()
     from rltrain.cli.verify import verify as run
 
     return run(arguments)
@@ -54,9 +52,16 @@ def verify(arguments: Arguments) -> int:
 
 def routes(arguments: Arguments) -> int:
     """Record, replay, compare, inspect or slice routes outside of a run: rltrain routes -h."""
+    _ignore_import_warnings()
     from rltrain.cli.routes import routes as run
 
     return run(arguments)
+
+
+def _ignore_import_warnings() -> None:
+    """Megatron's, about packages it can do without; in this process and in its ranks."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+    warnings.simplefilter("ignore", UserWarning)
 
 
 def dashboard(arguments: Arguments) -> int:

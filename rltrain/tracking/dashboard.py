@@ -57,6 +57,8 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         Panel("overlap", ("routing/overlap", "routing/overlap_min")),
         Panel("overlap per layer", ("routing/overlap/layer_{layer}",)),
         Panel("tokens a flip can reach", ("routing/flipped_token_fraction",)),
+        Panel("gate weight that replay keeps", ("routing/gate_mass",)),
+        Panel("first differing layer", ("routing/first_differing_layer",)),
     ),
     "rollout": (
         Panel("response length", ("rollout/response_length_mean", "rollout/response_length_max")),
