@@ -44,8 +44,8 @@ def build(mesh: Any, arch: Any = ARCH, routing_replay: bool = True, **megatron_a
 
 
 def check_megatron_args_reach_the_router(mesh: Any) -> None:
-    chunk = build(mesh, moe_router_topk_scaling_factor=2.5)
-    assert chunk.decoder.layers[2].mlp.router.config.moe_router_topk_scaling_factor == 2.5
+    chunk = build(mesh, moe_z_loss_coeff=0.25)
+    assert chunk.decoder.layers[2].mlp.router.config.moe_z_loss_coeff == 0.25
 
 
 def check_our_fields_are_refused(mesh: Any) -> None:
