@@ -122,8 +122,7 @@ def check_a_padding_mask_would_spoil_the_expert_bias(mesh: Any) -> None:
     """So none is passed, and a bias that follows counts is refused."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    config = build(mesh, **bias).config
+    config = build(mesh, replace(ARCH, score_function="sigmoid", expert_bias=True)).config
     groups = SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
 
     def counted(num_tokens: int) -> list[float]:
