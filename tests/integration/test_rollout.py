@@ -104,7 +104,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         initializer_range=0.2,
     )
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     store = RouteStore.remote()
     spec = EngineSpec(str(folder), CONFIG.rollout, 40, 0, "cpu", RouteCapture(SHAPE, store, (1, 1)))
     plain, ready = start_engine(spec)
