@@ -41,7 +41,13 @@ def case(
         route_mask=mask,
     )
     mass = torch.from_numpy(rng.random((n, num_layers))).float()
-    return batch, Recorded(stored[1], stored[0], mass, batch.tokens)
+    return batch, Recorded(
+        native=stored[1],
+        used=stored[0],
+        gate_mass=mass,
+        margin=torch.full_like(mass, torch.nan),
+        tokens=batch.tokens,
+    )
 
 
 def counted(
