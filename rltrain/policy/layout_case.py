@@ -59,6 +59,8 @@ class Case:
         elif recompute == "full" and self.policy.recompute_method == "block":
             recompute = f"block {self.policy.recompute_num_layers}"
         model = self.model
+        if self.policy.transformer_engine == "never":
+            model += ", torch"
         if self.dense_layers:
             model += f", dense {','.join(map(str, self.dense_layers))}"
         return {
