@@ -71,13 +71,10 @@ def observe(
     loss = torch.tensor(sum(float(s.totals["loss"]) for s in sums) if speaks else 0.0)
     loss = loss.to(next(model.chunks[0].parameters()).device, torch.float64)
     dist.all_reduce(loss)
-    if mesh.cp_size > 1 and mesh.is_last_stage:
-        dist.all_reduce(logits, group=mesh.cp_group)
-        dist.all_reduce(logprobs, group=mesh.cp_group)
     return Observed(
         float(loss),
-        logits if mesh.is_last_stage else None,
-        logprobs if mesh.is_last_stage else None,
+        model.over_context(logits) if mesh.is_last_stage else None,
+        model.over_context(logprobs) if mesh.is_last_stage else None,
         whole_gradients(model.chunks, model.arch, mesh),
     )
 

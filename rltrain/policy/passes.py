@@ -52,6 +52,17 @@ class ModelOnMesh:
         """The layers of this rank that have a router, in order."""
         return sorted(layer for routers in self.routers for layer in routers)
 
+    def over_context(self, values: Tensor) -> Tensor:
+        """CPU values that each context-parallel rank has for its own tokens, 0 for others', summed.
+
+        Collective over those ranks; NCCL sums on the device alone.
+        """
+        if self.mesh.cp_size == 1:
+            return values
+        summed = values.to(next(self.chunks[0].parameters()).device)
+        dist.all_reduce(summed, group=self.mesh.cp_group)
+        return summed.cpu()
+
     def reruns(self, chunk: int) -> dict[int, int]:
         """How often the backward pass reruns each router of a chunk, by layer."""
         reruns = router_reruns(self.policy, decoder_layers(self.chunks[chunk]))
@@ -112,10 +123,8 @@ def score(
 
     with torch.no_grad():
         _run(model, micro_batches, collect, replay=replay, recorder=recorder)
-    if model.mesh.cp_size > 1 and model.mesh.is_last_stage:
-        dist.all_reduce(logprobs, group=model.mesh.cp_group)
     return Scores(
-        logprobs if model.mesh.is_last_stage else None,
+        model.over_context(logprobs) if model.mesh.is_last_stage else None,
         recorder.gathered() if recorder is not None else None,
     )
 
