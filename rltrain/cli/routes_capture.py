@@ -39,7 +39,9 @@ def capture(options: argparse.Namespace) -> int:
             ray.get(ready)
             requests = [Request(sequence, 0, f"{n}", 0) for n, sequence in enumerate(tokens)]
             refs = [rollout.routes for rollout in ray.get(engine.generate.remote(requests, ONE))]
-            parts = [torch.from_numpy(part) for part in fetch_routes(refs, arch.moe_layers)]
+            fetched = torch.from_numpy(fetch_routes(refs, arch.moe_layers))
+    # Of each sequence the row of the sampled token, which nothing has read, is left out.
+    parts = [part[:-1] for part in fetched.split([len(sequence) + 1 for sequence in tokens])]
     Routes(
         ids=torch.cat(parts),
         route_mask=torch.ones(sum(map(len, tokens)), dtype=torch.bool),
