@@ -35,6 +35,12 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What must divide the number of micro-batches: the interleaved schedule takes them in
+        groups of one per stage."""
+        return self.pp if self.vpp > 1 else 1
+
     @model_validator(mode="after")
     def experts_fit_the_ranks(self) -> Self:
         if (self.tp * self.cp * self.dp) % (self.ep * self.etp):

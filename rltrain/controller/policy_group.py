@@ -87,8 +87,7 @@ class PolicyGroup:
             self._config.trainer.mini_batches,
             parallel.dp,
             self._config.policy.max_tokens_per_micro_batch,
-            # The interleaved schedule works through micro-batches in groups of one per stage.
-            multiple_of=parallel.pp if parallel.vpp > 1 else 1,
+            multiple_of=parallel.micro_batch_multiple,
         )
         shards = [ray.put(batch.select(rows)) for rows in self._plan.shards]
         self._gather("begin_step", lambda rank: ((shards[self._dp_ranks[rank]],), {}))

@@ -138,7 +138,7 @@ def init_mesh(
 def destroy_mesh() -> None:
     """Leave the world; another grid may be laid afterwards.
 
-    Megatron alone would let go of its groups without ending their threads.
+    On a CPU the threads of its groups end only when the last model that was built on it is gone.
     """
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

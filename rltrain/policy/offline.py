@@ -91,7 +91,7 @@ def _share(
 ) -> tuple[Batch, Tensor, list[MicroBatch]]:
     """This data-parallel rank's sequences, where their tokens lie in the batch, and their cuts."""
     mesh, policy = model.mesh, model.policy
-    multiple_of = mesh.pp_size if mesh.vpp_size > 1 else 1
+    multiple_of = policy.parallel.micro_batch_multiple
     budget = policy.max_tokens_per_micro_batch
     plan = plan_step(batch.seq_lens.tolist(), 1, mesh.dp_size, budget, multiple_of)
     rows = plan.shards[mesh.dp_rank]

@@ -101,7 +101,7 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
     started = time.monotonic()
     mesh, batch = model.mesh, _batch(case.arch)
     reference = load_file(_reference_file(folder, case))
-    multiple_of = mesh.pp_size if mesh.vpp_size > 1 else 1
+    multiple_of = case.parallel.micro_batch_multiple
     plan = plan_step(list(SEQ_LENS), 1, mesh.dp_size, MAX_TOKENS, multiple_of)
     rows = plan.shards[mesh.dp_rank]
     shard, index = batch.select(rows), batch.token_index(rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rltrain.config.algorithm import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
+from rltrain.policy.pass_file import relative_error
 from rltrain.weights.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import ARCH, LENGTHS, Layout, forward_backward
@@ -44,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ten
 def test_equals_one_rank(results: dict[str, dict[str, Tensor]], layout: str) -> None:
     expected, found = results[REFERENCE], results[layout]
     assert found.keys() == expected.keys()
-    errors = {name: _relative_error(found[name], x) for name, x in expected.items()}
+    errors = {name: relative_error(found[name], x) for name, x in expected.items()}
     wrong = {name: error for name, error in errors.items() if not error < 1e-4}
     assert not wrong
 
@@ -56,12 +57,6 @@ def test_something_was_compared(results: dict[str, dict[str, Tensor]]) -> None:
     assert len(experts) == 3 * ARCH.num_experts
     first, second = (results[REFERENCE][f"update {i}/loss"] for i in (0, 1))
     assert second < first - 0.01
-
-
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    scale = expected.abs().max().clamp(min=1e-8)
-    return float((found - expected).abs().max() / scale)
 
 
 # On the ranks

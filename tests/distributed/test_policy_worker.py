@@ -20,9 +20,9 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import pack, plan_step
+from rltrain.policy.pass_file import relative_error
 from rltrain.routing.align import last_rows
 from tests.distributed.run_ranks import rendezvous, run_ranks
-from tests.distributed.test_layouts import _relative_error as relative_error
 from tests.distributed.tiny_folder import save_tiny_moe
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # one fixture runs all cases
@@ -182,7 +182,7 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     cpu = torch.device("cpu")
     worker = PolicyWorker(config, rank, rendezvous(folder, name), str(folder / case.model), cpu)
     mesh, batch = worker.mesh, saved_batch(len(case.moe_layers))
-    multiple_of = mesh.pp_size if mesh.vpp_size > 1 else 1
+    multiple_of = config.policy.parallel.micro_batch_multiple
     plan = plan_step(list(LENGTHS), 1, mesh.dp_size, BUDGET, multiple_of)
     if mesh.dp_size > 1:
         alone = [len(pack([[LENGTHS[i] for i in rows]], BUDGET)[0]) for rows in plan.shards]

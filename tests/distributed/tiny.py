@@ -1,7 +1,7 @@
 """A tiny model with the same weights in every layout, and one pass of a fixed batch over it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,33 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rltrain.config.policy import ParallelConfig
-from rltrain.weights.architecture import Architecture
+from rltrain.policy.layout_case import SEQ_LENS
+from rltrain.policy.layout_models import QWEN3_LIKE
 
 if TYPE_CHECKING:  # it imports Megatron, which only the ranks need
     from rltrain.policy.mesh import Mesh
 
-# An odd vocabulary, which tp=2 has to pad, and a dense layer between two with experts.
-ARCH = Architecture(
-    family="qwen3_moe",
-    num_layers=3,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn_size=48,
-    vocab_size=61,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    max_positions=64,
-    num_experts=8,
-    experts_per_token=2,
-    expert_size=24,
-    norm_topk_prob=True,
-    moe_layers=(0, 2),
-)
-# Two a data-parallel rank of 4; the tokens of ranks and micro-batches differ widely.
-LENGTHS = (3, 17, 5, 9, 2, 30, 1, 12)
+# The model of `rltrain verify`, with a dense layer between two with experts.
+ARCH = replace(QWEN3_LIKE, num_layers=3, moe_layers=(0, 2))
+LENGTHS = SEQ_LENS
 
 
 @dataclass(frozen=True)
