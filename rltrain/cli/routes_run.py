@@ -148,15 +148,15 @@ def _encoded(options: argparse.Namespace, folder: Path) -> tuple[int, ...]:
 
 
 def _read_tokens(file: Path) -> Tokens:
+    expected = f"{file}: expected a JSON list of lists of token ids, like [[5, 7], [3, 1, 2]]"
     try:
         found = json.loads(file.read_text())
-        if all(type(token) is int for sequence in found for token in sequence):
-            return tuple(map(tuple, found))
-    except (ValueError, TypeError):
-        pass
-    raise ValueError(
-        f"{file}: expected a JSON list of lists of token ids, like [[5, 7], [3, 1, 2]]"
-    )
+    except ValueError as error:
+        raise ValueError(f"{expected}, found {error}") from error
+    lists = isinstance(found, list) and all(isinstance(sequence, list) for sequence in found)
+    if not lists or any(type(token) is not int for sequence in found for token in sequence):
+        raise ValueError(expected)
+    return tuple(map(tuple, found))
 
 
 def check_tokens(tokens: Sequence[Sequence[int]], arch: Architecture, where: str) -> None:

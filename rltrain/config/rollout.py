@@ -8,6 +8,9 @@ from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
 
+OLDEST_VLLM = "0.26"
+"""The first with routed experts, processed log-probabilities and the weight transfer API."""
+
 # Engine options the trainer sets itself; setting them twice could contradict it in silence.
 OWNED_ENGINE_ARGS = frozenset(
     {

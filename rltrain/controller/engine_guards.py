@@ -12,8 +12,8 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-OLDEST_VLLM = "0.26"
-"""The first with routed experts, processed log-probabilities and the weight transfer API."""
+from rltrain.config.rollout import OLDEST_VLLM
+
 TESTED_CAPTURE = ">=0.26,<0.31"
 """0.31 rewrote how routes are kept."""
 

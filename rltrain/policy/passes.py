@@ -23,8 +23,7 @@ from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
 from rltrain.policy.model import decoder_layers, decoder_routers
 from rltrain.policy.recompute import router_reruns
-from rltrain.policy.replay import Recorded as RouterRecord
-from rltrain.policy.replay import RoutingTaps, tapped
+from rltrain.policy.replay import RouterRecord, RoutingTaps, tapped
 from rltrain.routing.codec import route_dtype
 from rltrain.weights.architecture import Architecture
 

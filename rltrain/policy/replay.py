@@ -38,7 +38,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RouterRecord:
     """What one router did in one micro-batch."""
 
     native: Tensor  # what it would have chosen itself  # [S, K]
@@ -67,7 +67,7 @@ class RouterTap:
         self.recomputing: int | None = None  # the micro-batch whose backward pass is under way
         self.num_forwards = 0
         self.num_recomputed = 0
-        self.recorded: dict[int, Recorded] = {}  # by micro-batch
+        self.recorded: dict[int, RouterRecord] = {}  # by micro-batch
         self.owed: dict[int, Tensor] = {}  # micro-batch -> [S, K], until recomputed
 
     def __call__(
@@ -109,13 +109,15 @@ class RouterTap:
             self.owed[micro_batch] = experts
         return experts
 
-    def _record(self, scores: Tensor, native: Tensor, experts: Tensor, margin: Tensor) -> Recorded:
+    def _record(
+        self, scores: Tensor, native: Tensor, experts: Tensor, margin: Tensor
+    ) -> RouterRecord:
         gates = scores.float()
         if self.scores_are_logits:
             gates = gates.softmax(dim=-1)
         elif self.expert_bias is not None:  # it moves the choice and is no part of a gate
             gates = gates - self.expert_bias
-        return Recorded(native, experts, gate_mass(gates, experts, native), margin)
+        return RouterRecord(native, experts, gate_mass(gates, experts, native), margin)
 
     def _recompute(self, scores: Tensor) -> Tensor:
         micro_batch = self.recomputing
@@ -184,7 +186,7 @@ class RoutingTaps:
         if output.requires_grad:
             output.register_hook(begin)
 
-    def recorded(self, micro_batch: int) -> dict[int, Recorded]:
+    def recorded(self, micro_batch: int) -> dict[int, RouterRecord]:
         """What the routers did, by layer; once."""
         return {layer: tap.recorded.pop(micro_batch) for layer, tap in self._taps.items()}
 

@@ -11,11 +11,9 @@ from typing import Any, Literal
 
 from ray.actor import ActorHandle
 
-from rltrain.config.rollout import RolloutConfig
+from rltrain.config.rollout import OLDEST_VLLM, RolloutConfig
 from rltrain.config.routing import Fallback
 from rltrain.routing.integrity import RouteShape
-
-MIN_VERSION = (0, 26)
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         if "enable_return_routed_experts" not in known:
             raise ValueError(
                 "the installed vLLM has no enable_return_routed_experts: routing_replay.mode=r3 "
-                f"and routing_replay.capture=true need vllm>={'.'.join(map(str, MIN_VERSION))}"
+                f"and routing_replay.capture=true need vllm>={OLDEST_VLLM}"
             )
         args["enable_return_routed_experts"] = True
     if rollout.head == "fp32" and not has_fp32_head:
@@ -149,10 +147,10 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
 
 def check_version(version: str) -> None:
     """Raise ValueError when this vLLM's routes or weight transfer are known to be wrong."""
-    release = tuple(int(part) for part in version.split(".")[:2])
-    if release < MIN_VERSION:
+    release, oldest = ([int(n) for n in v.split(".")[:2]] for v in (version, OLDEST_VLLM))
+    if release < oldest:
         raise ValueError(
-            f"expected vllm>={'.'.join(map(str, MIN_VERSION))}, found {version}: older versions "
+            f"expected vllm>={OLDEST_VLLM}, found {version}: older versions "
             "lose or mix up routed experts and have no weight transfer API. Install a newer vLLM"
         )
 
