@@ -66,13 +66,19 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {
 """A family, perhaps with what is special about this model of it -> the model."""
 
 
-def make(name: str) -> PreTrainedModel:
-    """In fp32. No norm is 1 and no bias is 0, so that none can be mistaken or left out."""
+def make(name: str, scale: float = 1.0) -> PreTrainedModel:
+    """In fp32. No norm is 1 and no bias is 0, so that none can be mistaken or left out.
+
+    ``scale``: a factor of the matrices. They are large enough that a mistake shows; smaller ones
+    make a model as little sure of its next token as a new one is.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = TINY[name]().eval()
         for parameter in model.state_dict().values():
-            if parameter.ndim == 1 and parameter.is_floating_point():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+            elif parameter.is_floating_point():
                 ones = bool((parameter == 1).all())
                 parameter.uniform_(0.5, 1.5) if ones else parameter.uniform_(-0.5, 0.5)
     return model
