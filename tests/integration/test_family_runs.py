@@ -38,6 +38,7 @@ def test_two_steps_with_r3(
         f"model.path={folder_of(name, tmp_path / 'model')}",
         "data.reward.function=family_reward.score",
         "trainer.steps=2",
+        "routing_replay.sample_every=1",
         "optimizer.lr=1e-3",
         "optimizer.warmup_steps=0",
         "rollout.dtype=float32",
