@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -37,6 +39,24 @@ HEADS = {"head_dim": 16}  # times the heads more than the hidden size
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
+def _llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def _llama3() -> PreTrainedModel:
+    # Of the 8 pairs of dims one is left alone, two are slowed down in part and five by the factor.
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    config = LlamaConfig(**SIZES, **HEADS, rope_parameters=scaling, tie_word_embeddings=True)
+    return LlamaForCausalLM(config)
+
+
 def _qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**SIZES))
 
@@ -58,6 +78,8 @@ def _qwen3_moe() -> PreTrainedModel:
 
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _llama,
+    "llama, llama3 rope, tied": _llama3,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
