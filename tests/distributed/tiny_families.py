@@ -11,6 +11,10 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -57,6 +61,16 @@ def _llama3() -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
+def _mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=8))
+
+
+def _olmoe() -> PreTrainedModel:
+    # By default transformers gives the embedding of a padding token no gradient.
+    config = OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3, pad_token_id=None)
+    return OlmoeForCausalLM(config)
+
+
 def _qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**SIZES))
 
@@ -80,6 +94,8 @@ def _qwen3_moe() -> PreTrainedModel:
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
     "llama, llama3 rope, tied": _llama3,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
