@@ -227,7 +227,9 @@ def rotary(
     fields.ignore(*_ROTARY_FIELDS)
     fraction = found.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor", 1.0)
     if fraction != 1 and not partial_rotary:
-        raise ValueError(f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1")
+        raise ValueError(
+            f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1"
+        )
     kind = found.pop("rope_type", found.pop("type", "default"))
     found.pop("type", None)
     return {
