@@ -48,7 +48,7 @@ def _llama() -> PreTrainedModel:
 
 
 def _llama3() -> PreTrainedModel:
-    # Of the 8 pairs of dims one is left alone, two are slowed down in part and five by the factor.
+    # Some pairs of dims are left alone, some slowed down by the factor and some by less.
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 100.0,
