@@ -9,6 +9,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -37,6 +43,34 @@ HEADS = {"head_dim": 64}  # times the heads more than the hidden size
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
+def _llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def _llama3() -> PreTrainedModel:
+    # Some pairs of dims are left alone, some slowed down by the factor and some by less.
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    config = LlamaConfig(**SIZES, **HEADS, rope_parameters=scaling, tie_word_embeddings=True)
+    return LlamaForCausalLM(config)
+
+
+def _mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=8))
+
+
+def _olmoe() -> PreTrainedModel:
+    # By default transformers gives the embedding of a padding token no gradient.
+    config = OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3, pad_token_id=None)
+    return OlmoeForCausalLM(config)
+
+
 def _qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**SIZES))
 
@@ -58,6 +92,10 @@ def _qwen3_moe() -> PreTrainedModel:
 
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _llama,
+    "llama, llama3 rope, tied": _llama3,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
