@@ -14,6 +14,7 @@ A sync that fails leaves the engine with half-loaded weights: end the run or sta
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._received: set[str] = set()
+        self._tied = tied_modules(model)
         self._next_bucket = 0
         self._is_last_loaded = False
         self._is_half_loaded = False
@@ -177,6 +179,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             )
         self._check_complete()
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # Nothing was loaded into these, so vLLM leaves the copies that it packed of the old.
+            for module in self._tied:
+                module.quant_method.process_weights_after_loading(module)
         self._is_half_loaded = False
 
     def shutdown(self) -> None:
@@ -189,7 +195,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def _check_complete(self) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
-        unfilled = unfilled_modules(self.model)
+        unfilled = unfilled_modules(self.model, self._tied)
         required = checkpoint_names(Path(self.model_config.model))
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
@@ -203,15 +209,28 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             )
 
 
-def unfilled_modules(model: torch.nn.Module) -> list[str]:
+def tied_modules(model: torch.nn.Module) -> list[Any]:
+    """Modules whose parameters are those of modules before them, like a tied output head."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if own and own <= seen:
+            tied.append(module)
+        seen |= own
+    return tied
+
+
+def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) -> list[str]:
     """Modules of a model under layerwise reload that got fewer elements than their parameters hold.
 
-    Returns: ``name (received of needed elements)``.
+    Those in ``tied`` get none of their own. Returns: ``name (received of needed elements)``.
     """
     unfilled = []
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
-        if not info.can_load():  # complete, and already processed
+        # One that cannot load is complete, and already processed.
+        if not info.can_load() or module in tied:
             continue
         needed = sum(p.numel() for p in module.parameters(recurse=False)) - _padding(module)
         if info.load_numel < needed:
