@@ -198,6 +198,16 @@ def every_nth_layer(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return found
 
 
+def from_layer(fields: Fields, name: str) -> tuple[int, ...]:
+    """The layers with a router where field ``name`` says how many dense ones come first."""
+    first, num_layers = fields.count(name), fields.size("num_hidden_layers")
+    if first >= num_layers:
+        raise ValueError(
+            f"{fields.where}: {name}={first} of {num_layers} layers leaves none with a router"
+        )
+    return tuple(range(first, num_layers))
+
+
 def no_sliding_window(fields: Fields) -> None:
     """Qwen's window acts only with ``use_sliding_window``."""
     fields.only("use_sliding_window", False)

@@ -8,14 +8,16 @@ from typing import Any
 
 from rltrain.weights.architecture import Architecture, FamilyName
 from rltrain.weights.config_json import Fields, read_json
-from rltrain.weights.families.deepseek import DEEPSEEK_V3
+from rltrain.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from rltrain.weights.families.family import Family
+from rltrain.weights.families.glm import GLM4_MOE
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
 from rltrain.weights.mapping import Parameter, expand
 
 FAMILIES: dict[FamilyName, Family] = {
-    family.name: family for family in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3)
+    family.name: family
+    for family in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE)
 }
 
 
