@@ -13,7 +13,7 @@ from rltrain.weights.families.family import Family
 from rltrain.weights.families.glm import GLM4_MOE
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
-from rltrain.weights.mapping import Parameter, expand
+from rltrain.weights.layout import Parameter, expand
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family
