@@ -17,21 +17,20 @@ def _v2(fields: Fields) -> dict[str, Any]:
     fields.only("scoring_func", "softmax")
     # transformers reads past it, vLLM normalizes, DeepSeek's own code then leaves out the scaling.
     fields.only("norm_topk_prob", False)
-    method = fields.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(
-            f"{fields.where}: topk_method={method!r} is not supported for a DeepSeek-V2, "
-            "only 'greedy' or 'group_limited_greedy'"
-        )
-    found = {**_latent_decoder(fields), **_experts(fields), "norm_topk_prob": False}
-    if method == "greedy":  # the groups, if it names any, limit nothing
-        found |= {"num_groups": 1, "groups_per_token": 1}
-    return found
+    fields.only("topk_method", "greedy", "group_limited_greedy")
+    if fields.get("topk_method", "greedy") == "greedy":
+        fields.only("n_group", 1)  # vLLM limits the choice to groups all the same
+    return {**_latent_decoder(fields), **_experts(fields), "norm_topk_prob": False}
 
 
 def _v3(fields: Fields) -> dict[str, Any]:
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
+    for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if fields.get(name) != value:
+            raise ValueError(
+                f"{fields.where}: {name}={fields.get(name)!r} is not supported for a DeepSeek-V3, "
+                f"only {value!r}. It must be there: transformers 5 leaves it out and means "
+                f"{value!r}, and vLLM takes a model without it for another one"
+            )
     # False would be the two halves of a head, not its pairs, and Megatron turns pairs.
     fields.only("rope_interleave", True)
     return {**_latent_decoder(fields), **biased_experts(fields), **mtp(fields)}
