@@ -33,7 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
     "is_encoder_decoder": (False,),
     "pruned_heads": (None, {}),
 }
@@ -223,7 +222,8 @@ def rotary(fields: Fields) -> dict[str, Any]:
     if theta is None:
         raise ValueError(f"{fields.where}: field rope_theta is missing")
     fields.ignore(*_ROTARY_FIELDS)
-    fraction = found.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor", 1.0)
+    beside = fields.get("partial_rotary_factor", 1.0)  # transformers 5 writes it in both places
+    fraction = found.pop("partial_rotary_factor", None) or beside
     kind = found.pop("rope_type", found.pop("type", "default"))
     found.pop("type", None)
     return {

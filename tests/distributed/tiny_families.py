@@ -1,6 +1,7 @@
 """A random tiny model of every family, as transformers makes it, and what transformers computes."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -57,11 +64,86 @@ def _qwen3_moe() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(config)
 
 
+# Values and keys differ in size, and no rank of a latent is that of another.
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 512,  # with the rotary part the only ones that vLLM's MLA takes on CPU
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+BIASED = {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+# Half of the positions of a sequence lie beyond what the model was first trained on.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+def _deepseek_v2(**changes: Any) -> PreTrainedModel:
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(**{**SIZES, **LATENT, **experts, **groups, **changes})
+    )
+
+
+def _deepseek_v2_lite() -> PreTrainedModel:
+    return _deepseek_v2(q_lora_rank=None, rope_parameters={**YARN})
+
+
+def _deepseek_v2_in_groups() -> PreTrainedModel:
+    # Megatron would score a group by its two best experts.
+    limits = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    return _deepseek_v2(**limits, routed_scaling_factor=16.0)
+
+
+def _deepseek_v3(**changes: Any) -> PreTrainedModel:
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2}
+    method = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM asks for them
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(**{**SIZES, **LATENT, **BIASED, **groups, **method, **changes})
+    )
+
+
+def _deepseek_v3_in_three_groups() -> PreTrainedModel:
+    # Megatron would score a group by its best expert.
+    return _deepseek_v3(topk_group=3, rope_parameters={**YARN, "mscale_all_dim": 1.0})
+
+
+def _moonlight() -> PreTrainedModel:
+    return _deepseek_v3(q_lora_rank=None, n_group=1, topk_group=1, num_nextn_predict_layers=0)
+
+
+def _glm4_moe(**changes: Any) -> PreTrainedModel:
+    settings = {**SIZES, **HEADS, **BIASED, "attention_bias": True, "use_qk_norm": True}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**{**settings, **changes}))
+
+
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2_lite,
+    "deepseek_v2, in groups": _deepseek_v2_in_groups,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3, in three groups": _deepseek_v3_in_three_groups,
+    "deepseek_v3, Moonlight": _moonlight,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe, Air": partial(_glm4_moe, use_qk_norm=False),
 }
 """A family, perhaps with what is special about this model of it -> the model."""
 

@@ -48,7 +48,7 @@ def biased_experts(fields: Fields) -> dict[str, Any]:
 
 
 def mtp(fields: Fields) -> dict[str, Any]:
-    return {"mtp_layers": fields.count("num_nextn_predict_layers", "num_mtp_layers")}
+    return {"mtp_layers": 0*fields.count("num_nextn_predict_layers", "num_mtp_layers")}
 
 
 def _experts(fields: Fields) -> dict[str, Any]:
