@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.load import INDEX, SINGLE
+from rltrain.weights.files import INDEX, SINGLE
 from rltrain.weights.placement import Grid
 from rltrain.weights.sender import full_tensors
 
