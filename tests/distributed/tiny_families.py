@@ -118,7 +118,7 @@ def _deepseek_v3(**changes: Any) -> PreTrainedModel:
     )
 
 
-def _deepseek_v3_in_three_groups() -> PreTrainedModel:
+def _deepseek_v3_with_mtp() -> PreTrainedModel:
     # Megatron would score a group by its best expert.
     return _deepseek_v3(topk_group=3, rope_parameters={**YARN, "mscale_all_dim": 1.0})
 
@@ -140,9 +140,9 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v2": _deepseek_v2_lite,
     "deepseek_v2, in groups": _deepseek_v2_in_groups,
     "deepseek_v3": _deepseek_v3,
-    "deepseek_v3, in three groups": _deepseek_v3_in_three_groups,
+    "deepseek_v3, MTP": _deepseek_v3_with_mtp,
     "deepseek_v3, Moonlight": _moonlight,
-    "glm4_moe": _glm4_moe,
+    "glm4_moe, MTP": _glm4_moe,
     "glm4_moe, Air": partial(_glm4_moe, use_qk_norm=False),
 }
 """A family, perhaps with what is special about this model of it -> the model."""
@@ -167,6 +167,8 @@ def save(name: str, folder: Path) -> None:
     """
     model = make(name)
     model.save_pretrained(folder / "model")
+    if name.endswith("MTP"):
+        add_mtp_layer(folder / "model")
     logits = [model(tokens[None]).logits[0] for tokens in sequences(VOCABULARY)]
     save_file({str(i): x.detach() for i, x in enumerate(logits)}, folder / "logits.safetensors")
     denominator = sum(LENGTHS) - len(LENGTHS)
@@ -178,6 +180,27 @@ def save(name: str, folder: Path) -> None:
         gradient = parameter.grad
         parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
     model.save_pretrained(folder / "gradients")
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """A layer like the last one and what else published checkpoints have behind it.
+
+    transformers has no class for it; it reads the file and leaves these tensors out.
+    """
+    tensors = load(folder)
+    layers, size = SIZES["num_hidden_layers"], SIZES["hidden_size"]
+    last, new = (f"model.layers.{layer}." for layer in (layers - 1, layers))
+    found = {
+        new + name.removeprefix(last): torch.rand_like(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        found[f"{new}{name}.weight"] = torch.rand(size)
+    found[f"{new}eh_proj.weight"] = torch.rand(size, 2 * size)
+    found[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    found[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load(folder: Path) -> dict[str, Tensor]:

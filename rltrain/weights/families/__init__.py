@@ -14,6 +14,7 @@ from rltrain.weights.families.glm import GLM4_MOE
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
 from rltrain.weights.layout import Parameter, expand
+from rltrain.weights.mtp import MTP, settled
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family
@@ -21,10 +22,13 @@ FAMILIES: dict[FamilyName, Family] = {
 }
 
 
-def read_architecture(path: str | Path) -> Architecture:
-    """The architecture of the model in folder ``path``; ``ValueError`` when it is not supported."""
+def read_architecture(path: str | Path, mtp: MTP = "hold") -> Architecture:
+    """The architecture of the model in folder ``path``; ``ValueError`` when it is not supported.
+
+    With ``mtp="skip"`` it has no layers that predict further tokens, whatever the folder has.
+    """
     config, file = read_json(path)
-    return architecture_from_config(config, str(file))
+    return settled(architecture_from_config(config, str(file)), file.parent, mtp)
 
 
 def architecture_from_config(config: Mapping[str, Any], where: str) -> Architecture:

@@ -11,6 +11,7 @@ from typing import Any
 from rltrain.weights.architecture import MLA
 from rltrain.weights.config_json import Fields, decoder, experts, from_layer, normalized
 from rltrain.weights.families.family import Family
+from rltrain.weights.mtp import MTP_FIELDS
 
 
 def _v2(fields: Fields) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def biased_experts(fields: Fields) -> dict[str, Any]:
 
 
 def mtp(fields: Fields) -> dict[str, Any]:
-    return {"mtp_layers": 0*fields.count("num_nextn_predict_layers", "num_mtp_layers")}
+    return {"mtp_layers": fields.count(*MTP_FIELDS)}
 
 
 def _experts(fields: Fields) -> dict[str, Any]:
