@@ -179,7 +179,7 @@ def save(name: str, folder: Path) -> None:
     for parameter in model.parameters():
         gradient = parameter.grad
         parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
-    model.save_pretrained(folder / "gradients")
+    model.save_pretrained(folder / "gradients", state_dict=dict(model.named_parameters()))
 
 
 def add_mtp_layer(folder: Path) -> None:
