@@ -195,18 +195,21 @@ def check_names(mesh: Any) -> None:
 
 
 def routing_rule(hidden: Any, weight: Any, bias: Any, arch: Architecture) -> Any:
-    """DeepSeek-V3's, token by token, from its report: weight of every expert, 0 if not chosen."""
+    """DeepSeek's, token by token, from its reports: weight of every expert, 0 if not chosen."""
     result = np.zeros((len(hidden), arch.num_experts))
     per_group = arch.num_experts // arch.num_groups
     for token, x in enumerate(hidden):
-        scores = 1 / (1 + np.exp(-weight @ x))
+        softmax = arch.score_function == "softmax"  # V2
+        logits = weight @ x
+        scores = np.exp(logits) / np.exp(logits).sum() if softmax else 1 / (1 + np.exp(-logits))
         biased = scores + bias
         groups = [range(g * per_group, (g + 1) * per_group) for g in range(arch.num_groups)]
-        best_two = [sum(sorted((biased[e] for e in group), reverse=True)[:2]) for group in groups]
-        allowed = sorted(range(arch.num_groups), key=lambda g: -best_two[g])
+        best = 1 if softmax else 2
+        of_group = [sum(sorted(biased[list(group)])[-best:]) for group in groups]
+        allowed = sorted(range(arch.num_groups), key=lambda g: -of_group[g])
         eligible = [e for g in allowed[: arch.groups_per_token] for e in groups[g]]
         chosen = sorted(eligible, key=lambda e: -biased[e])[: arch.experts_per_token]
-        total = sum(scores[e] for e in chosen)
+        total = 1 if softmax else sum(scores[e] for e in chosen)
         for e in chosen:
             result[token, e] = arch.routed_scaling * scores[e] / total
     return result
@@ -222,6 +225,8 @@ def check_routing_rule(mesh: Any) -> None:
         replace(DEEPSEEK_LIKE, num_groups=1, groups_per_token=1),
         replace(DEEPSEEK_LIKE, routed_scaling=1.0),
         replace(DEEPSEEK_LIKE, num_groups=2, groups_per_token=1, experts_per_token=2),
+        replace(DEEPSEEK_LIKE, groups_per_token=3),
+        replace(DEEPSEEK_LIKE, score_function="softmax", expert_bias=False, norm_topk_prob=False),
     ]
     hidden = torch.randn(200, 1, 32, generator=torch.Generator().manual_seed(3))
     choices = []

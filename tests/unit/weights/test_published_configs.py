@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3, Moonlight, Kimi-K2 and GLM-4.5: their published config.json, and what is refused.
+"""The published config.json of DeepSeek, Moonlight, Kimi-K2 and GLM-4.5, and what is refused.
 
 Quantisation aside: that of DeepSeek-V3 and Kimi-K2 is left out here.
 """
