@@ -12,7 +12,7 @@ def _moe(fields: Fields) -> dict[str, Any]:
     if "partial_rotary_factor" not in {**fields.config, **fields.get("rope_parameters", {})}:
         fields.required("partial_rotary_factor")
     return {
-        **decoder(fields),
+        **decoder(fields, partial_rotary=True),
         **biased_experts(fields),
         **mtp(fields),
         "qkv_bias": fields.flag("attention_bias", default=False),

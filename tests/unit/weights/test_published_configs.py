@@ -396,7 +396,7 @@ def test_as_transformers_5_writes_it(name: str, tmp_path: Path):
         (DEEPSEEK_V3, {"n_group": 7}, "num_groups=7 must divide"),
         (DEEPSEEK_V3, {"n_group": 256, "topk_group": 8}, "no two experts"),
         (DEEPSEEK_V3, {"n_group": 128, "topk_group": 2}, "have no experts_per_token=8"),
-        (DEEPSEEK_V3, {"partial_rotary_factor": 0.5}, "no rotary fraction"),
+        (DEEPSEEK_V3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk"),  # V3.2: sparse attention
         (GLM_45, {"partial_rotary_factor": None, "rope_parameters": {}}, "partial_rotary_factor"),
         (GLM_45, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
