@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from rltrain.weights.quantization import quantization
+
 FamilyName = Literal["qwen3_moe", "qwen3", "deepseek_v3"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -189,7 +191,7 @@ _IRRELEVANT = _names(
     "_name_or_path _commit_hash transformers_version torch_dtype dtype use_cache bos_token_id "
     "eos_token_id pad_token_id initializer_range attention_dropout output_router_logits "
     "router_aux_loss_coef sliding_window max_window_layers auto_map output_attentions "
-    "output_hidden_states return_dict attn_implementation _attn_implementation"
+    "output_hidden_states return_dict attn_implementation _attn_implementation quantization_config"
 )
 # Fields with the only values (absent is one, too) under which the forward is the one we compute.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -197,7 +199,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
-    "quantization_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
@@ -208,6 +209,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def _refuse_what_changes_the_forward(fields: "_Fields", family: FamilyName) -> None:
     known = _USED | _IRRELEVANT | (_USED_BY_MOE if family == "qwen3_moe" else frozenset())
+    quantization(fields.config, fields.where)
     for name, value in fields.config.items():
         if name in _NEUTRAL:
             if value not in _NEUTRAL[name]:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
+from rltrain.weights.engine_fp8 import fp8_config, in_fp8
 from rltrain.weights.files import INDEX, SINGLE
 from rltrain.weights.placement import Grid
 from rltrain.weights.sender import full_tensors
@@ -28,8 +30,12 @@ def export_huggingface(
     mesh: Grid,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = GIB,
+    *,
+    fp8: bool = False,
 ) -> None:
     """Writes the weights of ``chunks`` in ``dtype`` to the new folder ``path``.
+
+    With ``fp8`` the matrices are in FP8 blocks, as DeepSeek-V3 is published.
 
     Collective: every rank calls it, global rank 0 writes. Configuration and tokenizer are copied
     from ``source``, the folder that the model came from. The folder is written beside and renamed,
@@ -37,6 +43,8 @@ def export_huggingface(
     ``ValueError`` when ``path`` exists.
     """
     tensors = full_tensors(chunks, arch, mesh, dtype)
+    if fp8:
+        tensors = in_fp8(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -48,7 +56,8 @@ def export_huggingface(
     partial.mkdir(parents=True)
     try:
         write_safetensors(partial, tensors, max_shard_bytes)
-        _copy_the_rest(Path(source).expanduser(), partial, dtype)
+        quantization = fp8_config(arch) if fp8 else None
+        _copy_the_rest(Path(source).expanduser(), partial, dtype, quantization)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -93,13 +102,17 @@ def _shards(
     yield shard
 
 
-def _copy_the_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def _copy_the_rest(
+    source: Path, folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None
+) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
     config = json.loads((source / "config.json").read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     name = str(dtype).removeprefix("torch.")
-    if config.get(key) != name:
-        config[key] = name
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # How the source stores its weights says nothing of these.
+    written = {n: value for n, value in config.items() if n != "quantization_config"}
+    written |= {key: name, **({"quantization_config": quantization} if quantization else {})}
+    if written != config:
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
