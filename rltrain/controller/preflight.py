@@ -1,4 +1,4 @@
-"""What must be true of files and machine before anything starts. Imports no torch.
+"""What must be true of files and machine before anything starts. Imports no torch by itself.
 
 Each check raises ``ValueError`` with what was expected, what was found and what to do.
 """
@@ -42,8 +42,12 @@ def preflight(config: Config) -> None:
                 config.rollout.engine_args, os.environ, device(config.cluster), version
             )
         load_reward(config.data.reward.function)
+        if config.cluster.address is None:
+            check_quantization(config.rollout.quantization, device(config.cluster))
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
+    if config.model.path is not None:
+        check_weights(config.model.path)
     check_output(config)
 
 
@@ -112,6 +116,27 @@ def check_replay(config: Config, model: Sizes) -> None:
             f"model with routers, found a dense one in {config.model.path}. Choose a "
             "mixture-of-experts model, or set routing_replay=off routing_replay.capture=false"
         )
+
+
+def check_quantization(
+    quantization: Literal["none", "fp8"], device: Literal["cpu", "cuda"]
+) -> None:
+    if quantization == "fp8" and device == "cpu":
+        raise ValueError(
+            "rollout.quantization=fp8: expected a GPU, found cluster.device=cpu. On CPUs vLLM "
+            "multiplies FP8 weights with AMX instructions only, which few have and rltrain is not "
+            "tested with. Use rollout.quantization=none; a folder with FP8 weights is read either "
+            "way"
+        )
+
+
+def check_weights(path: str) -> None:
+    """The headers of all weight files fit ``config.json``, so that no rank fails half-way."""
+    # Reads no weights, but needs torch, which takes seconds: so it is imported here, and called
+    # after what is quick.
+    from rltrain.weights.load import open_checkpoint
+
+    open_checkpoint(path, read_architecture(path))
 
 
 def check_data(config: Config) -> None:

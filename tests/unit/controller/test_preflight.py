@@ -63,6 +63,7 @@ def test_the_main_recipe_passes_and_gets_its_folder(tmp_path: Path) -> None:
         ("data=jsonl data.path={}/none.jsonl", "data.path={}/none.jsonl: expected a file"),
         ("data.reward.function=no_such_module.score", "No module named 'no_such_module'"),
         ("policy.parallel.dp=512 trainer.prompts_per_step=256", "expected at most 4 ranks a core"),
+        ("rollout.quantization=fp8", "fp8: expected a GPU, found cluster.device=cpu"),
         ("trainer.output_dir={}/file/run", "expected a folder that can be written"),
     ],
 )
@@ -87,7 +88,9 @@ def test_a_dense_model_has_nothing_to_replay(mode: str, tmp_path: Path) -> None:
         preflight(compose([f"routing_replay={mode}", model, folder]))
     with pytest.raises(ValueError, match="capture=true: expected a model with routers"):
         preflight(compose([model, folder]))
-    preflight(compose([model, folder, "routing_replay.capture=false"]))
+    # Nothing is left to refuse but that the folder holds no weights.
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+        preflight(compose([model, folder, "routing_replay.capture=false"]))
 
 
 def test_the_layout_divides_the_model() -> None:
