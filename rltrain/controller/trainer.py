@@ -30,8 +30,9 @@ from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.environment import describe_environment, resident_gib
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
-from rltrain.weights.architecture import Architecture, read_architecture
+from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import check_blocks
+from rltrain.weights.families import read_architecture
 
 logger = logging.getLogger(__name__)
 

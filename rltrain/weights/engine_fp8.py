@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.mapping import HfTensor, Parameter
+from rltrain.weights.layout import HfTensor, Parameter
 from rltrain.weights.quantization import BLOCK
 from rltrain.weights.quantized import quantize
 

@@ -39,9 +39,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.patches import vllm as vllm_patches
-from rltrain.weights.architecture import read_architecture
 from rltrain.weights.digest import model_digest
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
+from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
 from rltrain.weights.transport import Bucket, TensorEntry, read_bucket
 

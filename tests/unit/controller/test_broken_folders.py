@@ -141,8 +141,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         (INDEX, f"{UP} is in ../model.safetensors, outside of the folder"),
     ),
     "unknown rope_scaling": (
-        config_says(rope_scaling={"rope_type": "spiral", "factor": 2.0}),
-        ("config.json", "rope_scaling", "'spiral'"),
+        config_says(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        ("config.json: rope_scaling of type 'spiral'",),
     ),
     "GPTQ": (
         config_says(quantization_config={"quant_method": "gptq", "bits": 4}),
