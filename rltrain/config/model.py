@@ -36,6 +36,10 @@ class TinyModel(Section):
     seed: int = 0
     warm_start: WarmStart = WarmStart()
 
+    @property
+    def max_positions(self) -> int:
+        return 2048
+
     @model_validator(mode="after")
     def kv_heads_divide_heads(self) -> Self:
         if self.num_heads % self.num_kv_heads:

@@ -1,6 +1,6 @@
 """Loads a Hugging Face folder into a Megatron model, each rank reading only what it holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,18 @@ def load_huggingface(
             f"{parameter.name}: the model has {list(target.shape)}, the map {list(source.shape)}"
         )
         target.copy_(source)
+
+
+def read_tensors(
+    path: str | Path, arch: Architecture, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """What `sender.full_tensors` would yield of the folder: whole tensors, one at a time."""
+    checkpoint = open_checkpoint(path, arch)
+    for parameter in parameters(arch):
+        if not parameter.copy:
+            kept = torch.float32 if parameter.rule.kind == "buffer" else dtype
+            for tensor in parameter.tensors:
+                yield tensor.name, checkpoint.read(tensor, 0, 0, tensor.shape[0]).to(kept)
 
 
 @dataclass(frozen=True)

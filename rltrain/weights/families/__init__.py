@@ -18,6 +18,7 @@ from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
 from rltrain.weights.layout import Parameter, expand
 from rltrain.weights.mtp import MTP, settled
+from rltrain.weights.quantization import quantization
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family
@@ -51,6 +52,7 @@ def architecture_from_config(config: Mapping[str, Any], where: str) -> Architect
     fields = Fields(config, where)
     settings = family.read(fields)
     fields.refuse_unread(family.name)
+    quantization(config, where)  # not a part of the architecture, but readable it must be
     try:
         return Architecture(family=family.name, **settings)
     except ValueError as error:
