@@ -148,7 +148,7 @@ def test_a_choice_stays_while_scores_move_by_less_than_half_the_margin(
 def gives_an_expert(
     chosen: set[int], row: torch.Tensor, groups: int | None, kept: int | None, best_of: int
 ) -> bool:
-    """Whether the last group that is kept has a chosen expert. Without one another may replace it."""
+    """Whether the last group that is kept has a chosen expert; without one it may be any."""
     if not groups or not kept:
         return True
     size = 16 // groups
