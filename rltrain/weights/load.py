@@ -58,9 +58,9 @@ class Checkpoint:
 
     def stored_name(self, tensor: HfTensor) -> str:
         """The name under which the tensor lies here: its own, or that of all experts together."""
-        if tensor.name not in self.files and tensor.stacked in self.files:
-            assert tensor.stacked is not None
-            return tensor.stacked
+        stacked = tensor.stacked
+        if stacked and (stacked.only or tensor.name not in self.files and stacked.name in self.files):
+            return stacked.name
         return tensor.name
 
     def read(self, tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
@@ -70,12 +70,8 @@ class Checkpoint:
         if name == tensor.name:
             result = stored[start:stop] if dim == 0 else stored[:, start:stop]
         else:
-            first = tensor.rows[0] * tensor.shape[0]
-            if dim == 0:
-                result = stored[tensor.expert, first + start : first + stop]
-            else:
-                rows = slice(first, first + tensor.shape[0])
-                result = stored[tensor.expert, rows, start:stop]
+            assert tensor.stacked is not None and tensor.expert is not None
+            result = tensor.stacked.read(stored, tensor.expert, tensor.shape, dim, start, stop)
         assert isinstance(result, Tensor)
         return result
 
@@ -136,7 +132,8 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
         found = checkpoint.slice_of(name)
         shape = tensor.shape
         if name != tensor.name:
-            shape = (arch.num_experts, tensor.rows[1] * shape[0], *shape[1:])
+            assert tensor.stacked is not None
+            shape = tensor.stacked.shape(arch.num_experts, shape)
         if tuple(found.get_shape()) != shape:
             raise ValueError(
                 f"{checkpoint.files[name]}: {name} has shape {found.get_shape()}, "

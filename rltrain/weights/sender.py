@@ -3,7 +3,7 @@
 Export to a folder and sync to the rollout engine both go through `full_tensors`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import Parameter, disassemble
+from rltrain.weights.mapping import HfTensor, Parameter, disassemble
 from rltrain.weights.placement import Axis, Grid, Placement
 
 
@@ -33,14 +33,49 @@ def full_tensors(
 
     Collective over the groups of ``mesh``: all ranks must run the iterator to its end, in
     step. The order is fixed by architecture and ``ep``. What is held at a time is one parameter,
-    or one expert of each expert-parallel rank. The tensors are contiguous; they may be the
-    parameters themselves or share memory with each other, so copy what is to outlive the next
-    optimizer step, and write to none.
+    or one expert of each expert-parallel rank and, in a family that has no tensor per expert, one
+    tensor of all experts of a layer. The tensors are contiguous; they may be the parameters
+    themselves or share memory with each other, so copy what is to outlive the next optimizer step,
+    and write to none.
 
     ``value`` picks what is gathered of a parameter: its weights, or anything of the same shape,
     like ``lambda p: p.main_grad``. What is not trained has weights only and is left out then.
     Buffers keep their fp32 whatever ``dtype``.
     """
+    pieces = _pieces(chunks, arch, mesh, dtype, value)
+    for stacked, group in groupby(pieces, key=lambda piece: _sent_within(piece[0])):
+        if stacked is None:
+            yield from ((tensor.name, values) for tensor, values in group)
+        else:
+            yield stacked, _put_together(group, arch.num_experts)
+
+
+def _sent_within(tensor: HfTensor) -> str | None:
+    return tensor.stacked.name if tensor.stacked and tensor.stacked.only else None
+
+
+def _put_together(pieces: Iterable[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
+    """Each piece is copied as it comes, so that never more than a few are held beside the whole."""
+    whole: Tensor | None = None
+    filled = 0
+    for tensor, values in pieces:
+        assert tensor.stacked is not None and tensor.expert is not None
+        if whole is None:
+            whole = values.new_empty(tensor.stacked.shape(num_experts, tensor.shape))
+        tensor.stacked.within(whole, tensor.expert).copy_(values)
+        filled += values.numel()
+    assert whole is not None and filled == whole.numel()
+    return whole
+
+
+def _pieces(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype,
+    value: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[HfTensor, Tensor]]:
+    """Every tensor that the map knows, on every rank; an expert's alone."""
     placement = Placement.of(mesh)
     held = local_parameters(chunks, arch, placement)
     owned = [
@@ -53,13 +88,13 @@ def full_tensors(
         kept = torch.float32 if batch[0].rule.kind == "buffer" else dtype
         stage = stages[batch[0].name]
         if stage == placement.pp.rank:
-            named = _gather(batch, held, arch, placement, kept, value)
+            pieces = _gather(batch, held, arch, placement, kept, value)
         else:
             device = next(iter(held.values())).device
-            named = _empty(batch, kept, device)
-        for _, tensor in named if placement.pp.size > 1 else ():
-            dist.broadcast(tensor, group=placement.pp.group, group_src=stage)
-        yield from named
+            pieces = _empty(batch, kept, device)
+        for _, values in pieces if placement.pp.size > 1 else ():
+            dist.broadcast(values, group=placement.pp.group, group_src=stage)
+        yield from pieces
 
 
 def _stages(owned: Sequence[Parameter], held: Mapping[str, Tensor], pp: Axis) -> dict[str, int]:
@@ -95,7 +130,7 @@ def _gather(
     placement: Placement,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
-) -> list[tuple[str, Tensor]]:
+) -> list[tuple[HfTensor, Tensor]]:
     """The Hugging Face tensors of a batch, on the ranks of the stage that has it."""
     ep = placement.ep if batch[0].expert is not None else Axis()
     mine = batch[ep.rank]
@@ -103,9 +138,11 @@ def _gather(
     shards = _all_gather(local, mine.axis(placement))
     by_cut_then_expert = [_all_gather(shard, ep) for shard in shards]
     return [
-        named
+        (tensor, values)
         for parameter, cuts in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
-        for named in disassemble(parameter, cuts, arch)
+        for tensor, (_, values) in zip(
+            parameter.tensors, disassemble(parameter, cuts, arch), strict=True
+        )
     ]
 
 
@@ -119,9 +156,9 @@ def _all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
 
 def _empty(
     batch: Sequence[Parameter], dtype: torch.dtype, device: torch.device
-) -> list[tuple[str, Tensor]]:
+) -> list[tuple[HfTensor, Tensor]]:
     return [
-        (tensor.name, torch.empty(tensor.shape, dtype=dtype, device=device))
+        (tensor, torch.empty(tensor.shape, dtype=dtype, device=device))
         for parameter in batch
         for tensor in parameter.tensors
     ]

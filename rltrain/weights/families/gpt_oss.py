@@ -1,0 +1,88 @@
+"""gpt-oss (20b, 120b): attention sinks, windows in every other layer, biases, its own activation.
+
+Read against ``transformers/models/gpt_oss`` and https://arxiv.org/abs/2508.10925.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.config_json import Fields, decoder, experts
+from rltrain.weights.families.family import Family
+from rltrain.weights.mapping import Layout, Part, Rule
+from rltrain.weights.rules import HF, MEGATRON, Names, usual_layout
+from rltrain.weights.stacked import Stacked
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.required("rope_scaling", "rope_parameters")  # transformers' default is a YaRN
+    fields.required("head_dim")  # and 64 whatever the other sizes
+    shared = decoder(fields)
+    routed = experts(fields, "num_local_experts", "num_experts")
+    fields.only("experts_per_token", routed["experts_per_token"])
+    fields.ignore("initial_context_length")  # the rotary embedding has it once more
+    fields.only("attention_bias", True)
+    fields.only("swiglu_alpha", 1.702)  # a constant in Megatron's kernels and vLLM's
+    return {
+        **shared,
+        **routed,
+        "expert_size": shared["ffn_size"],
+        "norm_topk_prob": True,
+        "moe_layers": tuple(range(shared["num_layers"])),
+        "linear_bias": True,
+        "swiglu_limit": float(fields.get("swiglu_limit", 7.0)),
+        "attention_sinks": True,
+        **_windows(fields, shared["num_layers"]),
+    }
+
+
+def _windows(fields: Fields, num_layers: int) -> dict[str, Any]:
+    window = fields.size("sliding_window")
+    names = ["sliding_attention", "full_attention"]
+    kinds = fields.get("layer_types", [names[layer % 2] for layer in range(num_layers)])
+    if len(kinds) != num_layers or not set(kinds) <= set(names):
+        raise ValueError(
+            f"{fields.where}: layer_types={kinds!r}: expected {num_layers} of {' or '.join(names)}"
+        )
+    windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == names[0])
+    return {"window": window if windowed else None, "windowed_layers": windowed}
+
+
+# Gate and up of an expert alternate, and matrices lie transposed. No checkpoint names an expert
+# alone: the names below only say which one is meant.
+_ONE = HF + "mlp.experts.{expert}."
+_ALL = HF + "mlp.experts."
+_GATE_AND_UP = (("gate_proj", (0, 2)), ("up_proj", (1, 2)))
+
+
+def _gate_up(kind: str, columns: str, name: str, *, transposed: bool) -> Rule:
+    parts = (
+        Part(
+            f"{_ONE}{one}.{kind}",
+            "expert" + columns,
+            Stacked(_ALL + name, part, interleaved=True, transposed=transposed, only=True),
+        )
+        for one, part in _GATE_AND_UP
+    )
+    return Rule(f"{MEGATRON}mlp.experts.linear_fc1.{kind}{{expert}}", tuple(parts), cut=0)
+
+
+def _down(kind: str, columns: str, name: str, *, cut: int | None, transposed: bool) -> Rule:
+    place = Stacked(_ALL + name, transposed=transposed, only=True)
+    part = Part(f"{_ONE}down_proj.{kind}", "hidden" + columns, place)
+    return Rule(f"{MEGATRON}mlp.experts.linear_fc2.{kind}{{expert}}", (part,), cut=cut)
+
+
+_EXPERT = (
+    _gate_up("weight", " hidden", "gate_up_proj", transposed=True),
+    _gate_up("bias", "", "gate_up_proj_bias", transposed=False),
+    _down("weight", " expert", "down_proj", cut=1, transposed=True),
+    _down("bias", "", "down_proj_bias", cut=None, transposed=False),
+)
+
+
+def _layout(arch: Architecture) -> Layout:
+    return replace(usual_layout(arch, Names(router="router")), expert=_EXPERT)
+
+
+GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM",), _read, _layout)
