@@ -1,9 +1,10 @@
 """The tensors of single experts inside one tensor of all experts of a layer. Pure."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Stacked:
 
     def read(
         self, stored: Any, expert: int, own: tuple[int, ...], dim: int, start: int, stop: int
-    ) -> Tensor:
+    ) -> "Tensor":
         """Elements ``start`` to ``stop`` along ``dim`` of an expert's tensor of shape ``own``.
 
         ``stored`` is the whole, and is sliced once: it may be a file's.
@@ -44,12 +45,12 @@ class Stacked:
         else:
             rows = slice(index * own[0] + first, index * own[0] + last)
         slices = [rows, *(slice(*other) for other in bounds[1:])]
-        found: Tensor = stored[(expert, *(reversed(slices) if self.transposed else slices))]
+        found: "Tensor" = stored[(expert, *(reversed(slices) if self.transposed else slices))]
         if self.transposed:
             found = found.T
         return found[index::count] if self.interleaved else found
 
-    def within(self, whole: Tensor, expert: int) -> Tensor:
+    def within(self, whole: "Tensor", expert: int) -> "Tensor":
         """The view of ``whole`` that the expert's tensor is."""
         index, count = self.part
         own = whole[expert].T if self.transposed else whole[expert]

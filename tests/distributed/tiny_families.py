@@ -25,16 +25,16 @@ from tests.distributed.tiny import LENGTHS, sequences
 VOCABULARY = 61  # odd: tp=2 has to pad it
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "hidden_size": 128,  # heads of 32, the least that vLLM's attention takes on CPU
+    "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
 }
-HEADS = {"head_dim": 16}  # times the heads more than the hidden size
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+HEADS = {"head_dim": 64}  # times the heads more than the hidden size
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 def _qwen2() -> PreTrainedModel:
@@ -43,7 +43,7 @@ def _qwen2() -> PreTrainedModel:
 
 def _qwen2_moe() -> PreTrainedModel:
     config = Qwen2MoeConfig(
-        **SIZES, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1]
+        **SIZES, **EXPERTS, shared_expert_intermediate_size=80, mlp_only_layers=[1]
     )
     return Qwen2MoeForCausalLM(config)
 

@@ -13,7 +13,7 @@ from rltrain.weights.families.family import Family
 from rltrain.weights.families.gpt_oss import GPT_OSS
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
-from rltrain.weights.mapping import Parameter, expand
+from rltrain.weights.layout import Parameter, expand
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family for family in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)

@@ -9,7 +9,7 @@ from typing import Any
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.config_json import Fields, decoder, experts
 from rltrain.weights.families.family import Family
-from rltrain.weights.mapping import Layout, Part, Rule
+from rltrain.weights.layout import Layout, Part, Rule
 from rltrain.weights.rules import HF, MEGATRON, Names, usual_layout
 from rltrain.weights.stacked import Stacked
 
