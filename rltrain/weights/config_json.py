@@ -137,7 +137,9 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
 # Parts that families share. Each returns fields of `Architecture`.
 
 
-def decoder(fields: Fields, *, default_kv_heads: bool = False) -> dict[str, Any]:
+def decoder(
+    fields: Fields, *, default_kv_heads: bool = False, default_theta: float | None = None
+) -> dict[str, Any]:
     """Sizes, norms and the rotary embedding of a decoder with grouped-query attention."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads if default_kv_heads else None)
@@ -158,7 +160,7 @@ def decoder(fields: Fields, *, default_kv_heads: bool = False) -> dict[str, Any]
         "norm_eps": float(fields.required("rms_norm_eps")),
         "tie_embeddings": fields.flag("tie_word_embeddings", default=False),
         "max_positions": fields.size("max_position_embeddings"),
-        **rotary(fields),
+        **rotary(fields, default_theta),
     }
 
 
@@ -204,12 +206,12 @@ def no_sliding_window(fields: Fields) -> None:
     fields.ignore("sliding_window", "max_window_layers")
 
 
-def rotary(fields: Fields) -> dict[str, Any]:
+def rotary(fields: Fields, default_theta: float | None = None) -> dict[str, Any]:
     """transformers 5 writes ``rope_parameters``, 4 writes ``rope_theta`` and ``rope_scaling``."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         found |= fields.get(name, {})
-    theta = found.pop("rope_theta", None) or fields.get("rope_theta")
+    theta = found.pop("rope_theta", None) or fields.get("rope_theta", default_theta)
     if theta is None:
         raise ValueError(f"{fields.where}: field rope_theta is missing")
     fields.ignore(*_ROTARY_FIELDS)
@@ -225,7 +227,7 @@ def rotary(fields: Fields) -> dict[str, Any]:
 
 def _scaling(kind: str, given: dict[str, Any], fields: Fields) -> Llama3Rotary | Yarn | None:
     names = {"original_max_position_embeddings": "original_max_positions"}
-    settings = {names.get(name, name): value for name, value in given.items()}
+    settings = {names.get(name, name): value for name, value in given.items() if value is not None}
     kinds: dict[str, type[Llama3Rotary | Yarn] | None] = {
         "default": None,
         "llama3": Llama3Rotary,

@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -37,6 +41,49 @@ HEADS = {"head_dim": 64}  # times the heads more than the hidden size
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
+def _llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def _llama3() -> PreTrainedModel:
+    # Of the 8 pairs of dims one is left alone, two are slowed down in part and five by the factor.
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    config = LlamaConfig(**SIZES, **HEADS, rope_parameters=scaling, tie_word_embeddings=True)
+    return LlamaForCausalLM(config)
+
+
+# With a truncated border the second pair of dims would be left alone; here it is slowed in part.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _gpt_oss() -> PreTrainedModel:
+    """The window is shorter than most sequences, and the limit clamps about half of all values."""
+    config = GptOssConfig(
+        **SIZES,
+        **HEADS,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        swiglu_limit=0.75,
+        rope_parameters={**YARN, "truncate": False},
+    )
+    return GptOssForCausalLM(config)
+
+
 def _qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**SIZES))
 
@@ -52,15 +99,23 @@ def _qwen3() -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=True))
 
 
+def _qwen3_yarn() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, rope_parameters=YARN))
+
+
 def _qwen3_moe() -> PreTrainedModel:
     config = Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, norm_topk_prob=True)
     return Qwen3MoeForCausalLM(config)
 
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt_oss": _gpt_oss,
+    "llama": _llama,
+    "llama, llama3 rope, tied": _llama3,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
+    "qwen3, yarn": _qwen3_yarn,
     "qwen3_moe": _qwen3_moe,
 }
 """A family, perhaps with what is special about this model of it -> the model."""
@@ -71,8 +126,9 @@ def make(name: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = TINY[name]().eval()
-        for parameter in model.state_dict().values():
-            if parameter.ndim == 1 and parameter.is_floating_point():
+        for key, parameter in model.state_dict().items():
+            vector = parameter.ndim == 1 or key.endswith("bias")
+            if vector and parameter.is_floating_point():
                 ones = bool((parameter == 1).all())
                 parameter.uniform_(0.5, 1.5) if ones else parameter.uniform_(-0.5, 0.5)
     return model
