@@ -13,6 +13,8 @@ from rltrain.weights.layout import Layout, Part, Rule
 from rltrain.weights.rules import HF, MEGATRON, Names, usual_layout
 from rltrain.weights.stacked import Stacked
 
+_LIMIT = 7.0
+
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.required("rope_scaling", "rope_parameters")  # transformers' default is a YaRN
@@ -22,7 +24,8 @@ def _read(fields: Fields) -> dict[str, Any]:
     fields.only("experts_per_token", routed["experts_per_token"])
     fields.ignore("initial_context_length")  # the rotary embedding has it once more
     fields.only("attention_bias", True)
-    fields.only("swiglu_alpha", 1.702)  # a constant in Megatron's kernels and vLLM's
+    fields.only("swiglu_alpha", 1.702)  # vLLM has this built in, and the next two; transformers not
+    fields.only("swiglu_limit", _LIMIT)
     return {
         **shared,
         **routed,
@@ -30,22 +33,19 @@ def _read(fields: Fields) -> dict[str, Any]:
         "norm_topk_prob": True,
         "moe_layers": tuple(range(shared["num_layers"])),
         "linear_bias": True,
-        "swiglu_limit": float(fields.get("swiglu_limit", 7.0)),
+        "swiglu_limit": _LIMIT,
         "attention_sinks": True,
         **_windows(fields, shared["num_layers"]),
     }
 
 
 def _windows(fields: Fields, num_layers: int) -> dict[str, Any]:
-    window = fields.size("sliding_window")
-    names = ["sliding_attention", "full_attention"]
-    kinds = fields.get("layer_types", [names[layer % 2] for layer in range(num_layers)])
-    if len(kinds) != num_layers or not set(kinds) <= set(names):
-        raise ValueError(
-            f"{fields.where}: layer_types={kinds!r}: expected {num_layers} of {' or '.join(names)}"
-        )
-    windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == names[0])
-    return {"window": window if windowed else None, "windowed_layers": windowed}
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    fields.only("layer_types", kinds)
+    return {
+        "window": fields.size("sliding_window"),
+        "windowed_layers": tuple(range(0, num_layers, 2)),
+    }
 
 
 # Gate and up of an expert alternate, and matrices lie transposed. No checkpoint names an expert
