@@ -118,11 +118,11 @@ class _GroupedLinear(torch.nn.Module):
 
         Returns [tokens, out], and the biases where it is for the caller to add them.
         """
-        biases = self._each("bias") if self.with_bias else [None] * self.num_gemms
-        added = [None] * self.num_gemms if self.skip_bias_add else biases
+        biases = self._each("bias") if self.with_bias else None
+        added = [None] * self.num_gemms if biases is None or self.skip_bias_add else biases
         parts = zip(x.split(m_splits), self._each("weight"), added, strict=True)
         out = torch.cat([F.linear(*part) for part in parts])
-        return out, biases if self.with_bias and self.skip_bias_add else None
+        return out, biases if self.skip_bias_add else None
 
     def _each(self, name: str) -> list[torch.Tensor]:
         return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]

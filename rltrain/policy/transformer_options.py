@@ -34,9 +34,9 @@ def transformer_config(
     device: torch.device,
     routing_replay: bool,
 ) -> TransformerConfig:
-    """Raises ``ValueError`` as `megatron_config` does, and where Megatron lacks a layout for it."""
+    """Raises ``ValueError`` as `megatron_config` and `check_layout` do."""
     dtype = params_dtype(policy.precision, device)
-    _check_parallel(arch, policy.parallel, uses_transformer_engine(policy, device))
+    check_layout(arch, policy.parallel, uses_transformer_engine(policy, device))
     return megatron_config(
         policy.megatron_args,
         num_layers=arch.num_layers,
@@ -80,13 +80,18 @@ def transformer_config(
     )
 
 
-def _check_parallel(arch: Architecture, parallel: ParallelConfig, on_engine: bool) -> None:
+def check_layout(arch: Architecture, parallel: ParallelConfig, transformer_engine: bool) -> None:
+    """Refuse what Megatron and Transformer Engine cannot compute, or not rightly.
+
+    Raises:
+        ValueError: a layout that this architecture does not have, and which it has.
+    """
     if arch.linear_bias and parallel.etp > 1:
         raise ValueError(
             f"policy.parallel.etp={parallel.etp}: the experts of {arch.family} have biases, which "
             "every expert-tensor rank would add; set etp=1 and share the experts out over ep"
         )
-    if on_engine and parallel.cp > 1 and (arch.attention_sinks or arch.windowed_layers):
+    if transformer_engine and parallel.cp > 1 and (arch.attention_sinks or arch.windowed_layers):
         raise ValueError(
             f"policy.parallel.cp={parallel.cp}: Transformer Engine has no context parallelism over "
             f"packed sequences for the attention sinks and windows of {arch.family}; set "

@@ -63,6 +63,11 @@ class HfTensor:
     stacked: Stacked | None
     expert: int | None
 
+    @property
+    def sent_as(self) -> str:
+        """The name of what a checkpoint or an engine gets of it: perhaps that of all experts."""
+        return self.stacked.name if self.stacked and self.stacked.only else self.name
+
 
 @dataclass(frozen=True)
 class Parameter:

@@ -60,7 +60,9 @@ class Checkpoint:
     def stored_name(self, tensor: HfTensor) -> str:
         """The name under which the tensor lies here: its own, or that of all experts together."""
         stacked = tensor.stacked
-        if stacked and (stacked.only or tensor.name not in self.files and stacked.name in self.files):
+        if stacked and (
+            stacked.only or (tensor.name not in self.files and stacked.name in self.files)
+        ):
             return stacked.name
         return tensor.name
 

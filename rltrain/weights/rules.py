@@ -183,7 +183,9 @@ def _expert(names: Names) -> tuple[Rule, ...]:
         Rule(
             MEGATRON + "mlp.experts.linear_fc1.weight{expert}",
             tuple(
-                Part(one + name + ".weight", "expert hidden", Stacked(stacked + "gate_up_proj", part))
+                Part(
+                    one + name + ".weight", "expert hidden", Stacked(stacked + "gate_up_proj", part)
+                )
                 for name, part in gate_up
             ),
             cut=0,

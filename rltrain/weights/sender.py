@@ -3,8 +3,8 @@
 Export to a folder and sync to the rollout engine both go through `full_tensors`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 
 import torch
 import torch.distributed as dist
@@ -44,28 +44,24 @@ def full_tensors(
     Buffers keep their fp32 whatever ``dtype``.
     """
     pieces = _pieces(chunks, arch, mesh, dtype, value)
-    for stacked, group in groupby(pieces, key=lambda piece: _sent_within(piece[0])):
-        if stacked is None:
-            yield from ((tensor.name, values) for tensor, values in group)
-        else:
-            yield stacked, _put_together(group, arch.num_experts)
+    for name, group in groupby(pieces, key=lambda piece: piece[0].sent_as):
+        yield name, _put_together(group, arch.num_experts)
 
 
-def _sent_within(tensor: HfTensor) -> str | None:
-    return tensor.stacked.name if tensor.stacked and tensor.stacked.only else None
-
-
-def _put_together(pieces: Iterable[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
+def _put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
     """Each piece is copied as it comes, so that never more than a few are held beside the whole."""
-    whole: Tensor | None = None
+    first, whole = next(pieces)
+    if first.sent_as == first.name:
+        return whole
+    assert first.stacked is not None
+    pieces = chain([(first, whole)], pieces)
+    whole = whole.new_empty(first.stacked.shape(num_experts, first.shape))
     filled = 0
     for tensor, values in pieces:
         assert tensor.stacked is not None and tensor.expert is not None
-        if whole is None:
-            whole = values.new_empty(tensor.stacked.shape(num_experts, tensor.shape))
         tensor.stacked.within(whole, tensor.expert).copy_(values)
         filled += values.numel()
-    assert whole is not None and filled == whole.numel()
+    assert filled == whole.numel()
     return whole
 
 

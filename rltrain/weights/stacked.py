@@ -45,7 +45,7 @@ class Stacked:
         else:
             rows = slice(index * own[0] + first, index * own[0] + last)
         slices = [rows, *(slice(*other) for other in bounds[1:])]
-        found: "Tensor" = stored[(expert, *(reversed(slices) if self.transposed else slices))]
+        found: Tensor = stored[(expert, *(reversed(slices) if self.transposed else slices))]
         if self.transposed:
             found = found.T
         return found[index::count] if self.interleaved else found
