@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rltrain.config.policy import PolicyConfig
 from rltrain.parallel.layers import Pipeline, route_layers
+from rltrain.policy.all_heads_norm import norm_all_heads
 from rltrain.policy.guards import check_armed, check_replayable, check_schedule
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.mtp import frozen_mtp_block
@@ -76,6 +77,8 @@ def _build_chunk(
 ) -> GPTModel:
     vp_stage = number if mesh.vpp_size > 1 else None
     block_spec = _block_spec(config, policy, device, vp_stage)
+    if arch.qk_norm == "all":
+        norm_all_heads(block_spec, arch)
     model = GPTModel(
         config,
         block_spec,

@@ -13,6 +13,10 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -46,7 +50,7 @@ def _llama() -> PreTrainedModel:
 
 
 def _llama3() -> PreTrainedModel:
-    # Of the 8 pairs of dims one is left alone, two are slowed down in part and five by the factor.
+    # Some pairs of dims are left alone, some slowed down by the factor and some by less.
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 100.0,
@@ -86,6 +90,16 @@ def _gpt_oss() -> PreTrainedModel:
     return model
 
 
+def _mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=8))
+
+
+def _olmoe() -> PreTrainedModel:
+    # By default transformers gives the embedding of a padding token no gradient.
+    config = OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3, pad_token_id=None)
+    return OlmoeForCausalLM(config)
+
+
 def _qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**SIZES))
 
@@ -114,6 +128,8 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt_oss": _gpt_oss,
     "llama": _llama,
     "llama, llama3 rope, tied": _llama3,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
@@ -123,14 +139,19 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {
 """A family, perhaps with what is special about this model of it -> the model."""
 
 
-def make(name: str) -> PreTrainedModel:
-    """In fp32. No norm is 1 and no bias is 0, so that none can be mistaken or left out."""
+def make(name: str, scale: float = 1.0) -> PreTrainedModel:
+    """In fp32. No norm is 1 and no bias is 0, so that none can be mistaken or left out.
+
+    ``scale``: a factor of the matrices. They are large enough that a mistake shows; smaller ones
+    make a model as little sure of its next token as a new one is.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = TINY[name]().eval()
         for key, parameter in model.state_dict().items():
-            vector = parameter.ndim == 1 or key.endswith("bias")
-            if vector and parameter.is_floating_point():
+            if parameter.ndim > 1 and not key.endswith("bias"):
+                parameter.mul_(scale)
+            elif parameter.is_floating_point():
                 ones = bool((parameter == 1).all())
                 parameter.uniform_(0.5, 1.5) if ones else parameter.uniform_(-0.5, 0.5)
     return model

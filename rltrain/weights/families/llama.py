@@ -7,6 +7,8 @@ from rltrain.weights.families.family import Family
 
 
 def _read(fields: Fields) -> dict[str, Any]:
+    fields.only("rope_interleaved", False)
+    fields.ignore("is_llama_config")
     return decoder(fields, default_kv_heads=True, default_theta=1e4)
 
 
