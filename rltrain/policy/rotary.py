@@ -17,14 +17,14 @@ from rltrain.weights.architecture import Architecture, Llama3Rotary, Yarn
 def set_rotary(model: Any, arch: Architecture) -> None:
     """Give the rotary embedding of Megatron's ``model`` the frequencies and factor of ``arch``.
 
+    With MLA every layer has its own, which `transformer_options` sets up.
+
     Raises:
         ValueError: a rotary embedding that is not implemented, or that a fused kernel would spoil.
     """
     if arch.mla is None:
         model.rotary_pos_emb.inv_freq = rotary_frequencies(arch).to(torch.cuda.current_device())
         _set_factor(model.config, rotary_factor(arch))
-    elif arch.rotary_scaling is not None:
-        raise ValueError(f"{arch.family}: {arch.rotary_scaling} with MLA is not supported")
 
 
 def rotary_frequencies(arch: Architecture) -> Tensor:

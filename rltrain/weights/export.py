@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.load import INDEX, SINGLE
+from rltrain.weights.engine_fp8 import fp8_config, in_fp8
+from rltrain.weights.files import INDEX, SINGLE
+from rltrain.weights.mtp import MTP_FIELDS, with_copies
 from rltrain.weights.placement import Grid
 from rltrain.weights.sender import full_tensors
 
@@ -28,15 +31,21 @@ def export_huggingface(
     mesh: Grid,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = GIB,
+    *,
+    fp8: bool = False,
 ) -> None:
     """Writes the weights of ``chunks`` in ``dtype`` to the new folder ``path``.
+
+    With ``fp8`` the matrices are in FP8 blocks, as DeepSeek-V3 is published.
 
     Collective: every rank calls it, global rank 0 writes. Configuration and tokenizer are copied
     from ``source``, the folder that the model came from. The folder is written beside and renamed,
     so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
     ``ValueError`` when ``path`` exists.
     """
-    tensors = full_tensors(chunks, arch, mesh, dtype)
+    tensors = with_copies(full_tensors(chunks, arch, mesh, dtype), arch)
+    if fp8:
+        tensors = in_fp8(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -48,7 +57,7 @@ def export_huggingface(
     partial.mkdir(parents=True)
     try:
         write_safetensors(partial, tensors, max_shard_bytes)
-        _copy_the_rest(Path(source).expanduser(), partial, dtype)
+        _copy_the_rest(Path(source).expanduser(), partial, arch, dtype, fp8=fp8)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -93,13 +102,27 @@ def _shards(
     yield shard
 
 
-def _copy_the_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def _copy_the_rest(
+    source: Path, folder: Path, arch: Architecture, dtype: torch.dtype, *, fp8: bool
+) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key) != name:
-        config[key] = name
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    given = json.loads((source / "config.json").read_text())
+    written = _config(given, arch, dtype, fp8=fp8)
+    if written != given:
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _config(
+    given: dict[str, Any], arch: Architecture, dtype: torch.dtype, *, fp8: bool
+) -> dict[str, Any]:
+    """The source's, where it says how weights are stored and which there are, made true."""
+    written = {n: value for n, value in given.items() if n != "quantization_config"}
+    key = "torch_dtype" if "torch_dtype" in given else "dtype"
+    written[key] = str(dtype).removeprefix("torch.")
+    for name in given.keys() & set(MTP_FIELDS):
+        written[name] = arch.mtp_layers  # what was skipped is not in the exported folder
+    if fp8:
+        written["quantization_config"] = fp8_config(arch)
+    return written
