@@ -71,7 +71,7 @@ def _llama3() -> PreTrainedModel:
 
 
 # With a truncated border the second pair of dims would be left alone; here it is slowed in part.
-YARN = {
+PLAIN_YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
     "factor": 4.0,
@@ -89,7 +89,7 @@ def _gpt_oss() -> PreTrainedModel:
         num_local_experts=8,
         num_experts_per_tok=2,
         sliding_window=4,
-        rope_parameters={**YARN, "truncate": False},
+        rope_parameters={**PLAIN_YARN, "truncate": False},
     )
     model = GptOssForCausalLM(config)
     for layer in model.model.layers:
@@ -123,7 +123,7 @@ def _qwen3() -> PreTrainedModel:
 
 
 def _qwen3_yarn() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, rope_parameters=YARN))
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, rope_parameters=PLAIN_YARN))
 
 
 def _qwen3_moe() -> PreTrainedModel:

@@ -1,5 +1,7 @@
 """gpt-oss: its config.json, and experts that only ever lie in tensors of all of them."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rltrain.config.policy import ParallelConfig
 from rltrain.policy.layout_models import GPT_OSS_LIKE
@@ -19,7 +22,7 @@ from rltrain.weights.load import open_checkpoint
 from rltrain.weights.mapping import assemble, disassemble
 from rltrain.weights.placement import Axis, Placement
 
-# openai/gpt-oss-20b as published, its quantization_config left out.
+# openai/gpt-oss-20b as published.
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -42,6 +45,15 @@ GPT_OSS_20B: dict[str, Any] = {
     "num_local_experts": 32,
     "output_router_logits": False,
     "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
         "beta_fast": 32.0,
@@ -108,7 +120,6 @@ def test_published_gpt_oss_20b():
         ("experts_per_token", 8, "experts_per_token=8 is not supported, only 4"),
         ("rope_scaling", "absent", "rope_scaling or rope_parameters is missing"),
         ("head_dim", "absent", "head_dim is missing"),
-        ("quantization_config", {"quant_method": "awq"}, "quantization_config"),
         ("hidden_act", "gelu", "hidden_act='gelu' is not supported"),
     ],
 )
@@ -188,6 +199,31 @@ def _target(whole: dict[str, Tensor], tensor: HfTensor) -> Tensor:
         return whole[tensor.name]
     assert tensor.expert is not None
     return tensor.stacked.within(whole[tensor.sent_as], tensor.expert)
+
+
+def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path):
+    arch = replace(GPT_OSS_LIKE, num_layers=1, moe_layers=(0,), expert_size=64)
+    folder, generator = tmp_path, torch.Generator().manual_seed(0)
+    tensors = stacked(arch)
+    expected = {}
+    for name in ("gate_up_proj", "down_proj"):
+        whole = f"model.layers.0.mlp.experts.{name}"
+        experts, rows, columns = tensors.pop(whole).shape
+        shape = (experts, columns, rows // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator).byte()
+        scales = torch.randint(120, 130, shape, generator=generator).byte()
+        tensors |= {f"{whole}_blocks": blocks, f"{whole}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    checkpoint = open_checkpoint(folder, arch)
+    for parameter in parameters(arch):
+        found = assemble(parameter, checkpoint.read, arch, Axis())
+        if parameter.name.endswith("linear_fc1.weight5"):
+            both = expected["gate_up_proj"][5].T
+            assert torch.equal(found, torch.cat([both[0::2], both[1::2]]))
+        if parameter.name.endswith("linear_fc2.weight5"):
+            assert torch.equal(found, expected["down_proj"][5].T)
 
 
 def test_a_wrong_shape_is_named_as_it_is_stored(tmp_path: Path):
