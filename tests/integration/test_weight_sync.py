@@ -145,8 +145,8 @@ def sync(engine: LLM, weights: Weights, spoil: Callable[[Bucket], None] | None =
     assert engine.reset_prefix_cache()
 
 
-# The CPU kernel pads experts of 48 to 64. In fp32 an output head, tied or not, multiplies by a packed
-# copy of its weights, which no digest sees.
+# The CPU kernel pads experts of 48 to 64. In fp32 an output head, tied or not, multiplies by a
+# packed copy of its weights, which no digest sees.
 @pytest.mark.parametrize(
     ("dtype", "expert_size", "tied"), [("float32", 64, True), ("bfloat16", 48, False)]
 )
