@@ -233,10 +233,10 @@ def run(config: Config) -> None:
         )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
         if given:
-            open_checkpoint(given, read_architecture(given))
+            open_checkpoint(given, read_architecture(given, config.model.mtp))
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)
-        arch = read_architecture(path)
+        arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)

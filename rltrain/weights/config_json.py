@@ -33,7 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
     "is_encoder_decoder": (False,),
     "pruned_heads": (None, {}),
 }
@@ -204,6 +203,16 @@ def every_nth_layer(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return found
 
 
+def from_layer(fields: Fields, name: str) -> tuple[int, ...]:
+    """The layers with a router where field ``name`` says how many dense ones come first."""
+    first, num_layers = fields.count(name), fields.size("num_hidden_layers")
+    if first >= num_layers:
+        raise ValueError(
+            f"{fields.where}: {name}={first} of {num_layers} layers leaves none with a router"
+        )
+    return tuple(range(first, num_layers))
+
+
 def no_sliding_window(fields: Fields) -> None:
     """Qwen's window acts only with ``use_sliding_window``."""
     fields.only("use_sliding_window", False)
@@ -225,7 +234,8 @@ def rotary(
     if theta is None:
         raise ValueError(f"{fields.where}: field rope_theta is missing")
     fields.ignore(*_ROTARY_FIELDS)
-    fraction = found.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor", 1.0)
+    beside = fields.get("partial_rotary_factor", 1.0)  # transformers 5 writes it in both places
+    fraction = found.pop("partial_rotary_factor", None) or beside
     if fraction != 1 and not partial_rotary:
         raise ValueError(
             f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1"

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.load import INDEX, SINGLE
+from rltrain.weights.files import INDEX, SINGLE
+from rltrain.weights.mtp import MTP_FIELDS, with_copies
 from rltrain.weights.placement import Grid
 from rltrain.weights.sender import full_tensors
 
@@ -36,7 +37,7 @@ def export_huggingface(
     so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
     ``ValueError`` when ``path`` exists.
     """
-    tensors = full_tensors(chunks, arch, mesh, dtype)
+    tensors = with_copies(full_tensors(chunks, arch, mesh, dtype), arch)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -48,7 +49,7 @@ def export_huggingface(
     partial.mkdir(parents=True)
     try:
         write_safetensors(partial, tensors, max_shard_bytes)
-        _copy_the_rest(Path(source).expanduser(), partial, dtype)
+        _copy_the_rest(Path(source).expanduser(), partial, dtype, arch)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -93,13 +94,14 @@ def _shards(
     yield shard
 
 
-def _copy_the_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def _copy_the_rest(source: Path, folder: Path, dtype: torch.dtype, arch: Architecture) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key) != name:
-        config[key] = name
+    given = json.loads((source / "config.json").read_text())
+    key = "torch_dtype" if "torch_dtype" in given else "dtype"
+    config = {**given, key: str(dtype).removeprefix("torch.")}
+    for name in given.keys() & set(MTP_FIELDS):
+        config[name] = arch.mtp_layers  # what was skipped is not in the exported folder
+    if config != given:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -39,6 +39,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.digest import model_digest
+from rltrain.weights.families import read_architecture
+from rltrain.weights.mtp import is_left_out
 from rltrain.weights.transport import Bucket, TensorEntry, read_bucket
 
 BACKEND = "rltrain_shm"
@@ -199,8 +201,14 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         required = checkpoint_names(Path(self.model_config.model))
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
+        # The engine has no layers that predict further tokens, and whether they are sent is all one.
+        arch = read_architecture(self.model_config.model, "skip")
+        required, received = (
+            {name for name in names if not is_left_out(name, arch)}
+            for names in (required, self._received)
+        )
         # The names tell only where sender and checkpoint call tensors the same.
-        missing = required - self._received if self._received <= required else frozenset()
+        missing = required - received if received <= required else set()
         if unfilled or missing:
             raise ValueError(
                 f"weight sync is incomplete: received {len(self._received)} tensors, missing "

@@ -108,5 +108,5 @@ if __name__ == "__main__":
             error.unlink(missing_ok=True)
             try:
                 run(Path(argument), dtype)
-            except Exception:  # noqa: BLE001 (what vLLM cannot run is a finding of its own)
+            except Exception:  # what vLLM cannot run is a finding of its own
                 error.write_text(traceback.format_exc())

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.export import write_safetensors
 from rltrain.weights.families import parameters
-from rltrain.weights.load import INDEX, SINGLE, open_checkpoint
+from rltrain.weights.files import INDEX, SINGLE
+from rltrain.weights.load import open_checkpoint
 from rltrain.weights.local import local_parameters
 from rltrain.weights.mapping import assemble
 from rltrain.weights.placement import Axis, Placement
