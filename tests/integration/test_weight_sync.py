@@ -145,10 +145,10 @@ def sync(engine: LLM, weights: Weights, spoil: Callable[[Bucket], None] | None =
     assert engine.reset_prefix_cache()
 
 
-# The CPU kernel pads experts of 48 to 64. An output head, tied or not, multiplies by a packed copy
-# of its weights, which no digest sees.
+# The CPU kernel pads experts of 48 to 64. In fp32 an output head, tied or not, multiplies by a
+# packed copy of its weights, which no digest sees.
 @pytest.mark.parametrize(
-    ("dtype", "expert_size", "tied"), [("float32", 64, False), ("bfloat16", 48, True)]
+    ("dtype", "expert_size", "tied"), [("float32", 64, True), ("bfloat16", 48, False)]
 )
 def test_syncs_in_a_row_equal_fresh_engines(
     make_model: MakeModel, dtype: str, expert_size: int, tied: bool
