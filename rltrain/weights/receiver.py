@@ -108,7 +108,7 @@ class FolderLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         """The folder is a local one."""
 
-    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         arch = read_architecture(model_config.model)
         device = next(model.parameters()).device
         read = read_tensors(model_config.model, arch, model_config.dtype)
