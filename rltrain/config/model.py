@@ -1,6 +1,6 @@
 """Which model is trained."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -60,3 +60,6 @@ class ModelConfig(Section):
     tiny: TinyModel = TinyModel()
     cache_dir: str = "~/.cache/rltrain"
     trust_remote_code: bool = False
+    mtp: Literal["hold", "skip"] = "hold"
+    """Layers that predict further tokens: held frozen and exported again, or skipped, which saves
+    their memory and leaves them out of exports. They are not trained (docs/adr/0008-mtp.md)."""

@@ -23,6 +23,7 @@ from rltrain.controller.engine_guards import (
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
 from rltrain.weights.families import read_architecture
+from rltrain.weights.mtp import MTP
 
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
@@ -47,7 +48,7 @@ def preflight(config: Config) -> None:
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
     if config.model.path is not None:
-        check_weights(config.model.path)
+        check_weights(config.model.path, config.model.mtp)
     check_output(config)
 
 
@@ -130,13 +131,13 @@ def check_quantization(
         )
 
 
-def check_weights(path: str) -> None:
+def check_weights(path: str, mtp: MTP = "hold") -> None:
     """The headers of all weight files fit ``config.json``, so that no rank fails half-way."""
     # Reads no weights, but needs torch, which takes seconds: so it is imported here, and called
     # after what is quick.
     from rltrain.weights.load import open_checkpoint
 
-    open_checkpoint(path, read_architecture(path))
+    open_checkpoint(path, read_architecture(path, mtp))
 
 
 def check_data(config: Config) -> None:

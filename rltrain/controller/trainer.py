@@ -233,11 +233,11 @@ def run(config: Config) -> None:
         )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
         if config.rollout.quantization == "fp8":
-            arch = read_architecture(given or build_random_model(config.model))
+            arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
             check_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)
-        arch = read_architecture(path)
+        arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)

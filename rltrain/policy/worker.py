@@ -44,7 +44,7 @@ class PolicyWorker:
         self.config = config
         self.device = device
         self.model_path = model_path
-        self.arch = read_architecture(model_path)
+        self.arch = read_architecture(model_path, config.model.mtp)
         self.mesh = init_mesh(
             config.policy.parallel,
             rank,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import fp8_config, in_fp8
 from rltrain.weights.files import INDEX, SINGLE
+from rltrain.weights.mtp import MTP_FIELDS, with_copies
 from rltrain.weights.placement import Grid
 from rltrain.weights.sender import full_tensors
 
@@ -42,7 +43,7 @@ def export_huggingface(
     so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
     ``ValueError`` when ``path`` exists.
     """
-    tensors = full_tensors(chunks, arch, mesh, dtype)
+    tensors = with_copies(full_tensors(chunks, arch, mesh, dtype), arch)
     if fp8:
         tensors = in_fp8(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -56,8 +57,8 @@ def export_huggingface(
     partial.mkdir(parents=True)
     try:
         write_safetensors(partial, tensors, max_shard_bytes)
-        quantization = fp8_config(arch) if fp8 else None
-        _copy_the_rest(Path(source).expanduser(), partial, dtype, quantization)
+        changed = {"quantization_config": fp8_config(arch)} if fp8 else {}
+        _copy_the_rest(Path(source).expanduser(), partial, dtype, arch, changed)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -103,16 +104,17 @@ def _shards(
 
 
 def _copy_the_rest(
-    source: Path, folder: Path, dtype: torch.dtype, quantization: dict[str, Any] | None
+    source: Path, folder: Path, dtype: torch.dtype, arch: Architecture, changed: dict[str, Any]
 ) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
+    given = json.loads((source / "config.json").read_text())
+    key = "torch_dtype" if "torch_dtype" in given else "dtype"
     # How the source stores its weights says nothing of these.
-    written = {n: value for n, value in config.items() if n != "quantization_config"}
-    written |= {key: name, **({"quantization_config": quantization} if quantization else {})}
-    if written != config:
-        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    config = {name: value for name, value in given.items() if name != "quantization_config"}
+    config |= {key: str(dtype).removeprefix("torch."), **changed}
+    for name in given.keys() & set(MTP_FIELDS):
+        config[name] = arch.mtp_layers  # what was skipped is not in the exported folder
+    if config != given:
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

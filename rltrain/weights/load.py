@@ -13,6 +13,7 @@ from rltrain.weights.files import StoredTensor, open_folder
 from rltrain.weights.layout import HfTensor
 from rltrain.weights.local import local_parameters
 from rltrain.weights.mapping import assemble
+from rltrain.weights.mtp import copies, is_left_out
 from rltrain.weights.placement import Grid, Placement
 
 
@@ -109,7 +110,10 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
             )
     if arch.tie_embeddings:
         wanted.add("lm_head.weight")  # Some checkpoints repeat the embedding there.
-    if extra := sorted(checkpoint.tensors.keys() - wanted):
+    wanted |= copies(arch).keys()
+    if extra := sorted(
+        name for name in checkpoint.tensors.keys() - wanted if not is_left_out(name, arch)
+    ):
         raise ValueError(
             f"{checkpoint.tensors[extra[0]].file}: {extra[0]} belongs to no part of a "
             f"{arch.family} ({len(extra)} such tensors): the folder is of another architecture "

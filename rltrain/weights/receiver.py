@@ -14,6 +14,7 @@ A sync that fails leaves the engine with half-loaded weights: end the run or sta
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from rltrain.weights.digest import model_digest
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
+from rltrain.weights.mtp import is_left_out
 from rltrain.weights.transport import Bucket, TensorEntry, read_bucket
 
 BACKEND = "rltrain_shm"
@@ -109,7 +111,7 @@ class FolderLoader(BaseModelLoader):
         """The folder is a local one."""
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
-        arch = read_architecture(model_config.model)
+        arch = read_architecture(model_config.model, "skip")
         device = next(model.parameters()).device
         read = read_tensors(model_config.model, arch, model_config.dtype)
         tensors = ((name, tensor.to(device)) for name, tensor in read)
@@ -152,6 +154,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._reads_otherwise = vllm_config.load_config.load_format == LOAD_FORMAT
         self._received: set[str] = set()
+        self._tied = tied_modules(model)
         self._next_bucket = 0
         self._is_last_loaded = False
         self._is_half_loaded = False
@@ -206,6 +209,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             )
         self._check_complete()
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # Nothing was loaded into these, so vLLM leaves the copies that it packed of the old.
+            for module in self._tied:
+                module.quant_method.process_weights_after_loading(module)
         self._is_half_loaded = False
 
     def shutdown(self) -> None:
@@ -218,12 +225,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def _check_complete(self) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
-        unfilled = unfilled_modules(self.model)
-        required = self._checkpoint_names()
+        unfilled = unfilled_modules(self.model, self._tied)
+        required = set(self._checkpoint_names())
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
+        # The engine has no layers that predict further tokens: whether they are sent is all one.
+        arch = read_architecture(self.model_config.model, "skip")
+        required, received = (
+            {name for name in names if not is_left_out(name, arch)}
+            for names in (required, self._received)
+        )
         # The names tell only where sender and checkpoint call tensors the same.
-        missing = required - self._received if self._received <= required else frozenset()
+        missing = required - received if received <= required else set()
         if unfilled or missing:
             raise ValueError(
                 f"weight sync is incomplete: received {len(self._received)} tensors, missing "
@@ -234,19 +247,32 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _checkpoint_names(self) -> frozenset[str]:
         folder = self.model_config.model
         if self._reads_otherwise:
-            return sent_names(read_architecture(folder), fp8=holds_fp8(self.model_config))
+            return sent_names(read_architecture(folder, "skip"), fp8=holds_fp8(self.model_config))
         return checkpoint_names(Path(folder))
 
 
-def unfilled_modules(model: torch.nn.Module) -> list[str]:
+def tied_modules(model: torch.nn.Module) -> list[Any]:
+    """Modules whose parameters are those of modules before them, like a tied output head."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if own and own <= seen:
+            tied.append(module)
+        seen |= own
+    return tied
+
+
+def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) -> list[str]:
     """Modules of a model under layerwise reload that got fewer elements than their parameters hold.
 
-    Returns: ``name (received of needed elements)``.
+    Those in ``tied`` get none of their own. Returns: ``name (received of needed elements)``.
     """
     unfilled = []
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
-        if not info.can_load():  # complete, and already processed
+        # One that cannot load is complete, and already processed.
+        if not info.can_load() or module in tied:
             continue
         needed = sum(
             parameter.numel()
