@@ -17,7 +17,8 @@ from rltrain.parallel.layers import Pipeline
 from rltrain.policy.layout_models import MODELS
 from rltrain.routing.inspection import inspect
 from rltrain.routing.routes import Routes
-from rltrain.weights.architecture import Architecture, read_architecture
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.families import read_architecture
 from rltrain.weights.load import open_checkpoint
 
 TINY = "tiny:"

@@ -22,7 +22,7 @@ from rltrain.controller.engine_guards import (
 )
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
-from rltrain.weights.architecture import read_architecture
+from rltrain.weights.families import read_architecture
 
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""

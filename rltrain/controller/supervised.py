@@ -21,7 +21,7 @@ from rltrain.data.tiny_model import build_random_model, save_atomically, warm_st
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
-from rltrain.weights.architecture import read_architecture
+from rltrain.weights.families import read_architecture
 from rltrain.weights.load import open_checkpoint
 
 logger = logging.getLogger(__name__)

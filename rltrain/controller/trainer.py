@@ -30,7 +30,8 @@ from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.environment import describe_environment, resident_gib
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
-from rltrain.weights.architecture import Architecture, read_architecture
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.families import read_architecture
 from rltrain.weights.load import open_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ QWEN3_LIKE = Architecture(
     expert_size=24,
     norm_topk_prob=True,
     moe_layers=(0, 1, 2, 3),
+    qk_norm="heads",
 )
 # A dense layer first; every token takes 4 experts of the 8 in the best 2 of 4 groups.
 DEEPSEEK_LIKE = replace(
@@ -37,14 +38,13 @@ DEEPSEEK_LIKE = replace(
     groups_per_token=2,
     routed_scaling=2.5,
     shared_expert_size=16,
-    qk_norm=False,
+    qk_norm="none",
 )
 # Values and keys differ in size, and no rank of a latent is that of another.
 LATENT = replace(
     DEEPSEEK_LIKE,
     num_kv_heads=4,
     head_dim=12,
-    qk_norm=True,
     mla=MLA(q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
 )
 MODELS: dict[str, Architecture] = {

@@ -85,6 +85,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=arch.tie_embeddings,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
+        rotary_percent=arch.rotary_fraction,
         vp_stage=vp_stage,
     )
     if arch.mtp_layers > 0 and mesh.yields_logits(number):

@@ -45,8 +45,9 @@ def transformer_config(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.mla is not None or arch.qk_norm != "none",
         add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -135,6 +136,7 @@ def _expert_options(
         "moe_router_group_topk": arch.groups_per_token if arch.num_groups > 1 else None,
         "moe_router_topk_scaling_factor": arch.routed_scaling,
         "moe_shared_expert_intermediate_size": arch.shared_expert_size or None,
+        "moe_shared_expert_gate": arch.shared_expert_gate,
         # Softmax over all experts, or over the chosen ones, which is what normalizing amounts to.
         "moe_router_pre_softmax": not arch.norm_topk_prob,
         "moe_router_dtype": None if router == "params" else router,

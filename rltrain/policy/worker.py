@@ -27,8 +27,8 @@ from rltrain.policy.routes import fetch_routes
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
-from rltrain.weights.architecture import read_architecture
 from rltrain.weights.export import export_huggingface
+from rltrain.weights.families import read_architecture
 from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
 from rltrain.weights.transport import BucketWriter

@@ -1,24 +1,50 @@
-"""What a model is made of, read from the ``config.json`` of a Hugging Face folder.
+"""What a model is made of: the sizes and settings of a decoder, in the words of this project."""
 
-Every field of that file is either used here, or known not to change the forward pass, or must
-have the one value under which it changes nothing. Anything else is an error that names the field:
-a setting that is read past would train another model than the one vLLM runs.
-"""
-
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
-FamilyName = Literal["qwen3_moe", "qwen3", "deepseek_v3"]
+FamilyName = Literal[
+    "llama",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+]
 ScoreFunction = Literal["softmax", "sigmoid"]
+QKNorm = Literal["none", "heads", "all"]
 
-SUPPORTED: dict[str, FamilyName] = {
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""Hugging Face architecture class -> family that `read_architecture` reads."""
+
+@dataclass(frozen=True)
+class Llama3Rotary:
+    """Slower rotations for long contexts, as Llama 3.1 has them."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (https://arxiv.org/abs/2309.00071): rotations of low frequency are slowed down."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    """With the next, the factor of queries and keys is a quotient of two; without, it is one."""
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    """The factor itself, where the checkpoint gives it."""
+    truncate: bool = True
+    """The borders between slowed and other dimensions are rounded to whole ones."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +101,15 @@ class Architecture:
     """Factor of the weights of the chosen experts."""
     shared_expert_size: int = 0
     """Intermediate size of the expert that every token goes through besides; 0: there is none."""
-    qk_norm: bool = True
-    """Queries and keys are normed head by head; with ``mla`` their latents are."""
+    shared_expert_gate: bool = False
+    """Its output is multiplied by the sigmoid of one more linear map of the token."""
+    qkv_bias: bool = False
+    qk_norm: QKNorm = "none"
+    """Queries and keys are normed head by head, or over all heads together. With ``mla`` it says
+    nothing: the latents are always normed."""
+    rotary_fraction: float = 1.0
+    """The part of every head, from its beginning, that the rotary embedding turns."""
+    rotary_scaling: Llama3Rotary | Yarn | None = None
     mla: MLA | None = None
     """With it, ``head_dim`` is its ``qk_head_dim`` and ``num_kv_heads`` is ``num_heads``."""
     mtp_layers: int = 0
@@ -120,196 +153,3 @@ class Architecture:
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding and of the output head, so that ``tp`` ranks hold equally many."""
         return -(-self.vocab_size // tp) * tp
-
-
-def read_architecture(path: str | Path) -> Architecture:
-    """The architecture of the model in folder ``path``; ``ValueError`` when it is not supported."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(
-            f"model folder {folder} does not exist: "
-            "model.path must be a local Hugging Face folder with config.json and safetensors files"
-        )
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    try:
-        config = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is not a JSON object: {error}") from error
-    return architecture_from_config(config, str(file))
-
-
-def architecture_from_config(config: Mapping[str, Any], where: str) -> Architecture:
-    """As ``read_architecture``, from the parsed file; ``where`` stands in the errors."""
-    fields = _Fields(config, where)
-    family = _family(fields)
-    _refuse_what_changes_the_forward(fields, family)
-    shared: dict[str, Any] = {
-        "family": family,
-        "num_layers": fields.size("num_hidden_layers"),
-        "hidden_size": fields.size("hidden_size"),
-        "num_heads": fields.size("num_attention_heads"),
-        "num_kv_heads": fields.size("num_key_value_heads"),
-        "head_dim": _head_dim(fields, family),
-        "ffn_size": fields.size("intermediate_size"),
-        "vocab_size": fields.size("vocab_size"),
-        "rope_theta": _rope_theta(fields),
-        "norm_eps": float(fields.required("rms_norm_eps")),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_positions": fields.size("max_position_embeddings"),
-    }
-    if shared["num_heads"] % shared["num_kv_heads"]:
-        raise ValueError(
-            f"{where}: num_attention_heads={shared['num_heads']} is not a multiple of "
-            f"num_key_value_heads={shared['num_kv_heads']}"
-        )
-    experts = _experts(fields, shared["num_layers"]) if family == "qwen3_moe" else {}
-    return Architecture(**shared, **experts)
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Used above or below; each family has these and no other.
-_USED = _names(
-    "architectures model_type num_hidden_layers hidden_size num_attention_heads "
-    "num_key_value_heads head_dim intermediate_size vocab_size rope_theta rope_scaling "
-    "rope_parameters rms_norm_eps tie_word_embeddings max_position_embeddings"
-)
-_USED_BY_MOE = _names(
-    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
-    "decoder_sparse_step mlp_only_layers"
-)
-# Metadata, generation, initialisation, and what training with rltrain decides itself (dropout is
-# off, auxiliary losses are ours). `sliding_window` and `max_window_layers` act only with
-# `use_sliding_window`, which must be false.
-_IRRELEVANT = _names(
-    "_name_or_path _commit_hash transformers_version torch_dtype dtype use_cache bos_token_id "
-    "eos_token_id pad_token_id initializer_range attention_dropout output_router_logits "
-    "router_aux_loss_coef sliding_window max_window_layers auto_map output_attentions "
-    "output_hidden_states return_dict attn_implementation _attn_implementation"
-)
-# Fields with the only values (absent is one, too) under which the forward is the one we compute.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "is_decoder": (False, True),
-    "is_encoder_decoder": (False,),
-    "pruned_heads": (None, {}),
-    "chunk_size_feed_forward": (0,),
-}
-
-
-def _refuse_what_changes_the_forward(fields: "_Fields", family: FamilyName) -> None:
-    known = _USED | _IRRELEVANT | (_USED_BY_MOE if family == "qwen3_moe" else frozenset())
-    for name, value in fields.config.items():
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                wanted = " or ".join(repr(v) for v in _NEUTRAL[name])
-                raise ValueError(
-                    f"{fields.where}: {name}={value!r} is not supported, only {wanted}"
-                )
-        elif name == "layer_types":
-            if value is not None and set(value) != {"full_attention"}:
-                raise ValueError(
-                    f"{fields.where}: layer_types has {sorted(set(value))}, "
-                    "only 'full_attention' is supported"
-                )
-        elif name not in known:
-            raise ValueError(
-                f"{fields.where}: field {name!r} is not known for {family}, and it may change the "
-                "model's output. Remove it if it does not"
-            )
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """A parsed ``config.json`` and where it came from, for the errors."""
-
-    config: Mapping[str, Any]
-    where: str
-
-    def required(self, *names: str) -> Any:
-        """The value of the first of ``names`` that is there."""
-        for name in names:
-            if self.config.get(name) is not None:
-                return self.config[name]
-        raise ValueError(f"{self.where}: field {' or '.join(names)} is missing")
-
-    def size(self, *names: str) -> int:
-        value = self.required(*names)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ValueError(
-                f"{self.where}: {names[0]} must be a positive whole number, found {value!r}"
-            )
-        return value
-
-
-def _family(fields: _Fields) -> FamilyName:
-    named = fields.config.get("architectures") or []
-    if len(named) != 1 or named[0] not in SUPPORTED:
-        raise ValueError(
-            f"{fields.where}: architectures={named!r} is not supported; "
-            f"supported are {', '.join(sorted(SUPPORTED))}"
-        )
-    return SUPPORTED[named[0]]
-
-
-def _head_dim(fields: _Fields, family: FamilyName) -> int:
-    # transformers defaults it to hidden / heads for Qwen3-MoE and to 128 for Qwen3.
-    if fields.config.get("head_dim") is None and family == "qwen3_moe":
-        return fields.size("hidden_size") // fields.size("num_attention_heads")
-    return fields.size("head_dim")
-
-
-def _rope_theta(fields: _Fields) -> float:
-    """transformers 5 writes ``rope_parameters``, 4 writes ``rope_theta`` and ``rope_scaling``."""
-    rope = cast("dict[str, Any]", fields.config.get("rope_parameters") or {})
-    for name in ("rope_parameters", "rope_scaling"):
-        value = fields.config.get(name) or {}
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default" or set(value) - {"rope_type", "type", "rope_theta"}:
-            raise ValueError(
-                f"{fields.where}: {name}={value!r} is not supported, only the default rotary "
-                "embedding without scaling is"
-            )
-    if "rope_theta" in rope:
-        return float(rope["rope_theta"])
-    return float(fields.required("rope_theta"))
-
-
-def _experts(fields: _Fields, num_layers: int) -> dict[str, Any]:
-    num_experts = fields.size("num_experts", "num_local_experts")
-    experts_per_token = fields.size("num_experts_per_tok")
-    if experts_per_token > num_experts:
-        raise ValueError(
-            f"{fields.where}: num_experts_per_tok={experts_per_token} is more than the "
-            f"{num_experts} experts"
-        )
-    norm_topk_prob = bool(fields.required("norm_topk_prob"))
-    if norm_topk_prob and experts_per_token == 1:
-        raise ValueError(
-            f"{fields.where}: norm_topk_prob=true with one expert per token weighs every expert "
-            "by 1, so that its router cannot learn; Megatron refuses it, too"
-        )
-    step = fields.config.get("decoder_sparse_step") or 1
-    dense = fields.config.get("mlp_only_layers") or []
-    moe_layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
-    if not moe_layers:
-        raise ValueError(
-            f"{fields.where}: decoder_sparse_step={step} and mlp_only_layers={dense} leave no "
-            "layer with a router"
-        )
-    return {
-        "num_experts": num_experts,
-        "experts_per_token": experts_per_token,
-        "expert_size": fields.size("moe_intermediate_size"),
-        "norm_topk_prob": norm_topk_prob,
-        "moe_layers": moe_layers,
-    }

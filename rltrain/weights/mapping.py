@@ -1,6 +1,6 @@
 """How Megatron's parameters are made of Hugging Face tensors, whole or cut over ranks. Pure.
 
-A family is a list of `Rule`s (see `qwen3.py`). `parameters(arch)` spells the rules out for every
+A family is a list of `Rule`s (see `rules.py`). `parameters(arch)` spells the rules out for every
 layer and expert, in one fixed order, under Megatron's names with *global* layer and expert
 numbers. `assemble` makes a rank's local tensor from slices of the Hugging Face tensors, and
 `disassemble` makes the Hugging Face tensors from the local tensors of all ranks; the two are
@@ -96,6 +96,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
     """The words of a part's ``shape``."""
     return {
         "vocab": arch.vocab_size,
+        "one": 1,
         "hidden": arch.hidden_size,
         "twice_hidden": 2 * arch.hidden_size,
         "q": arch.num_heads * arch.head_dim,

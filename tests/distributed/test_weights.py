@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.weights.architecture import read_architecture
+from rltrain.weights.families import read_architecture
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from rltrain.weights.architecture import Architecture, architecture_from_config, read_architecture
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.families import architecture_from_config, read_architecture
 
 # Qwen/Qwen3-30B-A3B as published, written by transformers 4.
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -72,6 +73,7 @@ def test_published_qwen3_30b_a3b():
         expert_size=768,
         norm_topk_prob=True,
         moe_layers=tuple(range(48)),
+        qk_norm="heads",
     )
 
 
@@ -109,11 +111,12 @@ def test_vocabulary_is_padded_to_a_multiple_of_tp():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3MoeForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*Qwen3MoeForCausalLM"),
         ({"architectures": "absent"}, "architectures"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.*yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factors": 4.0}}, "rope_scaling.*yarn.*factors"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling.*factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*linear"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic'"),
         ({"rope_theta": "absent"}, "rope_theta is missing"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

@@ -47,7 +47,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
     return replace(
         ARCH,
         mla=draw(st.sampled_from([None, LATENT, replace(LATENT, q_lora_rank=None)])),
-        qk_norm=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from(["none", "heads", "all"])),
         expert_bias=draw(st.booleans()),
         shared_expert_size=draw(st.sampled_from([0, 12])),
         mtp_layers=draw(st.integers(0, 2)),

@@ -35,6 +35,8 @@ def architectures(draw: st.DrawFn) -> Architecture:
         experts_per_token=2 if num_experts else 0,
         expert_size=4 if num_experts else 0,
         moe_layers=(num_layers - 1,) if num_experts else (),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from(["none", "heads", "all"])),
     )
 
 
@@ -101,7 +103,24 @@ def test_shards_hold_what_megatron_expects(arch: Architecture, tp: int):
 
 def test_every_name_is_there_once():
     arch = Architecture(
-        "qwen3_moe", 3, 4, 4, 2, 2, 8, 10, 1e4, 1e-6, False, 16, 4, 2, 4, True, (0, 2)
+        "qwen3_moe",
+        3,
+        4,
+        4,
+        2,
+        2,
+        8,
+        10,
+        1e4,
+        1e-6,
+        False,
+        16,
+        4,
+        2,
+        4,
+        True,
+        (0, 2),
+        qk_norm="heads",
     )
     found = parameters(arch)
     assert len({p.name for p in found}) == len(found) == 3 + 3 * 5 + 1 * 3 + 2 * (2 + 8)

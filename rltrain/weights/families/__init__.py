@@ -1,0 +1,59 @@
+"""The families of models that can be trained, one file each."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rltrain.weights.architecture import Architecture, FamilyName
+from rltrain.weights.config_json import Fields, read_json
+from rltrain.weights.families.deepseek import DEEPSEEK_V3
+from rltrain.weights.families.family import Family
+from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
+from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
+from rltrain.weights.mapping import Parameter, expand
+
+FAMILIES: dict[FamilyName, Family] = {
+    family.name: family for family in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3)
+}
+
+
+def read_architecture(path: str | Path) -> Architecture:
+    """The architecture of the model in folder ``path``; ``ValueError`` when it is not supported."""
+    config, file = read_json(path)
+    return architecture_from_config(config, str(file))
+
+
+def architecture_from_config(config: Mapping[str, Any], where: str) -> Architecture:
+    """As ``read_architecture``, from the parsed file; ``where`` stands in the errors."""
+    family = _family(config, where)
+    fields = Fields(config, where)
+    settings = family.read(fields)
+    fields.refuse_unread(family.name)
+    try:
+        return Architecture(family=family.name, **settings)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    named = config.get("architectures") or []
+    by_class = {name: family for family in FAMILIES.values() for name in family.classes}
+    if len(named) != 1 or named[0] not in by_class:
+        raise ValueError(
+            f"{where}: architectures={named!r} is not supported; "
+            f"supported are {', '.join(sorted(by_class))}"
+        )
+    return by_class[named[0]]
+
+
+@lru_cache(maxsize=8)
+def parameters(arch: Architecture) -> tuple[Parameter, ...]:
+    """Every parameter and buffer of the model under its global Megatron name, in sending order."""
+    found = expand(FAMILIES[arch.family].layout(arch), arch)
+    if not arch.tie_embeddings:
+        return found
+    embedding, *_, head = found
+    # A last pipeline stage of its own has an output layer, and it is the embedding once more.
+    return (*found[:-1], replace(head, tensors=embedding.tensors, copy=True))

@@ -1,0 +1,20 @@
+"""What a family of models is: how its ``config.json`` reads and what its weights are called."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.weights.architecture import Architecture, FamilyName
+from rltrain.weights.config_json import Fields
+from rltrain.weights.mapping import Layout
+from rltrain.weights.rules import usual_layout
+
+
+@dataclass(frozen=True)
+class Family:
+    name: FamilyName
+    classes: tuple[str, ...]
+    """Of transformers, as ``architectures`` in ``config.json`` has them."""
+    read: Callable[[Fields], dict[str, Any]]
+    """The fields of `Architecture`, family excepted."""
+    layout: Callable[[Architecture], Layout] = usual_layout

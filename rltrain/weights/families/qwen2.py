@@ -1,0 +1,45 @@
+"""Qwen2 (2.5, too) and Qwen2-MoE: biases of queries, keys and values, a gated shared expert."""
+
+from functools import partial
+from typing import Any
+
+from rltrain.weights.config_json import (
+    Fields,
+    decoder,
+    every_nth_layer,
+    experts,
+    no_sliding_window,
+    normalized,
+)
+from rltrain.weights.families.family import Family
+from rltrain.weights.rules import Names, usual_layout
+
+
+def _dense(fields: Fields) -> dict[str, Any]:
+    no_sliding_window(fields)
+    return {**decoder(fields), "qkv_bias": True}
+
+
+def _moe(fields: Fields) -> dict[str, Any]:
+    no_sliding_window(fields)
+    shared = decoder(fields)
+    routed = experts(fields, "num_experts", "num_local_experts")
+    return {
+        **shared,
+        **routed,
+        "qkv_bias": fields.flag("qkv_bias", default=True),
+        "expert_size": fields.size("moe_intermediate_size"),
+        "shared_expert_size": fields.size("shared_expert_intermediate_size"),
+        "shared_expert_gate": True,
+        "norm_topk_prob": normalized(fields, routed["experts_per_token"]),
+        "moe_layers": every_nth_layer(fields, shared["num_layers"]),
+    }
+
+
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _dense)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    ("Qwen2MoeForCausalLM",),
+    _moe,
+    partial(usual_layout, names=Names(shared="shared_expert")),
+)
