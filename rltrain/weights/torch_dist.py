@@ -14,7 +14,6 @@ file is written from front to back and a chunk is read alone, so nobody holds mo
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,30 +33,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from rltrain.weights.stored import Chunk
 from rltrain.weights.transport import tensor_bytes
 
 SUFFIX = ".distcp"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a stored tensor. Its shape has leading ones where many parameters are one tensor."""
-
-    key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    """The shape of the stored tensor."""
-
-
-@dataclass(frozen=True)
-class StoredLayout:
-    """Where a model's parameters lie in a checkpoint, whatever layout wrote it."""
-
-    chunks: dict[str, tuple[Chunk, ...]]
-    """Megatron name -> its rows from first to last: one chunk, or two for gate and up."""
-    objects: tuple[str, ...]
-    """Keys of what Transformer Engine keeps besides, all None."""
 
 
 class Stream(Protocol):
@@ -94,7 +73,7 @@ def write_metadata(
 
     Args:
         notes: a file's name and what the functions above noted of it, for every file
-        content: what Megatron keeps as ``content_metadata``
+        content: as in `rltrain.weights.stored`
     """
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places = []
