@@ -4,8 +4,6 @@ The model is built on one rank with no storage behind its tensors: its ``sharded
 keys and places in the global tensors, which are the same in every layout.
 """
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,12 +31,7 @@ def stored_model(arch: Architecture) -> StoredModel:
     """Where the parameters of ``arch`` lie. Megatron runs in a process of its own, on the CPU."""
     with TemporaryDirectory() as folder:
         run_ranks(_describe, 1, Path(folder), arch)
-        found = json.loads((Path(folder) / _FOUND).read_text())
-    chunks = {
-        name: tuple(Chunk(c["key"], *(tuple(c[f]) for f in ("offset", "shape", "whole"))) for c in cs)
-        for name, cs in found["chunks"].items()
-    }
-    return StoredModel(chunks, tuple(found["objects"]), found["content"])
+        return StoredModel.from_json((Path(folder) / _FOUND).read_text())
 
 
 def _describe(rank: int, folder: Path, arch: Architecture) -> None:
@@ -54,7 +47,7 @@ def _describe(rank: int, folder: Path, arch: Architecture) -> None:
     assert len(objects) == len(state), f"no parameter is {sorted(state)[:5]}"
     assert all(value.data is None for value in state.values())
     found = StoredModel(chunks, tuple(objects), content_metadata(mesh))
-    (folder / _FOUND).write_text(json.dumps(asdict(found)))
+    (folder / _FOUND).write_text(found.to_json())
 
 
 class _NoStorage(TorchFunctionMode):

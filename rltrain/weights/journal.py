@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypedDict
@@ -24,6 +25,7 @@ from rltrain.weights import manifest
 from rltrain.weights.manifest import Entry
 
 _NAME = "journal.jsonl"
+_WORTH_A_THREAD = 2**18
 
 
 class Part(TypedDict):
@@ -35,23 +37,32 @@ class Part(TypedDict):
 
 
 class PartFile:
-    """A file that is written from front to back and hashed on the way."""
+    """A file that is written from front to back, and hashed at the same time by another thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hasher: Executor) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (close() closes it)
+        self._hasher = hasher
         self._digest = hashlib.sha256()
         self._size = 0
         self.notes: list[Any] = []
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        if view.nbytes < _WORTH_A_THREAD:
+            self._digest.update(view)
+            self._write(view)
+        else:
+            hashed = self._hasher.submit(self._digest.update, view)
+            self._write(view)
+            hashed.result()
+        self._size += view.nbytes
+        return view.nbytes
+
+    def _write(self, view: memoryview) -> None:
         done = 0
         while done < view.nbytes:
             done += self._file.write(view[done:])
-        self._digest.update(view)
-        self._size += view.nbytes
-        return view.nbytes
 
     def tell(self) -> int:
         return self._size
@@ -82,6 +93,7 @@ class Journal:
         self.out = out
         self.folder = out.with_name(f".{out.name}.partial")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._hasher = ThreadPoolExecutor(1)
         self._file = open(self.folder / _NAME, "a+b")  # noqa: SIM115 (the context closes it)
         try:
             self._lock()
@@ -136,7 +148,7 @@ class Journal:
     @contextmanager
     def part(self, name: str) -> Iterator[PartFile]:
         """The next file; it counts once the block is left, and not if by an error."""
-        file = PartFile(self.folder / name)
+        file = PartFile(self.folder / name, self._hasher)
         try:
             yield file
             entry = file.close()
@@ -170,6 +182,7 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        self._hasher.shutdown()
 
 
 def _sync(path: Path) -> None:

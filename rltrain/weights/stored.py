@@ -3,9 +3,10 @@
 Megatron itself says so (`rltrain.policy.stored`); what reads and writes the files needs no more.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
@@ -36,6 +37,21 @@ class StoredModel:
     """Keys of what Transformer Engine keeps besides, all None."""
     content: dict[str, Any]
     """What Megatron keeps as ``content_metadata``."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        found = json.loads(text)
+        chunks = {
+            name: tuple(
+                Chunk(c["key"], tuple(c["offset"]), tuple(c["shape"]), tuple(c["whole"]))
+                for c in listed
+            )
+            for name, listed in found["chunks"].items()
+        }
+        return cls(chunks, tuple(found["objects"]), found["content"])
 
 
 class Progress(Protocol):

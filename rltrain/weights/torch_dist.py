@@ -11,7 +11,6 @@ file is written from front to back and a chunk is read alone, so nobody holds mo
 ``.metadata`` runs code when it is opened: open only a folder whose manifest verifies.
 """
 
-import io
 import json
 from collections.abc import Iterable
 from math import prod
@@ -32,6 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
+from torch.utils.serialization import config as serialization
 
 from rltrain.weights.stored import Chunk
 from rltrain.weights.transport import tensor_bytes
@@ -54,7 +55,9 @@ def write_chunk(stream: Stream, chunk: Chunk, rows: Tensor) -> None:
     start = stream.tell()
     # A storage of just these elements: torch.save writes the whole storage of a view.
     own = torch.frombuffer(tensor_bytes(rows), dtype=rows.dtype).view(chunk.shape)
-    torch.save(own, stream)
+    # The manifest's SHA-256 says more than a CRC, and PyTorch reads none.
+    with serialization.patch({"save.compute_crc32": False}):
+        torch.save(own, stream)
     note = {"dtype": _name(rows.dtype), "shape": chunk.shape, "whole": chunk.whole}
     stream.notes.append([chunk.key, chunk.offset, start, stream.tell() - start, note])
 
@@ -159,9 +162,8 @@ class Reader:
     def _load(self, index: MetadataIndex) -> Tensor:
         place = self._metadata.storage_data[index]
         with open(self.folder / place.relative_path, "rb") as file:
-            file.seek(place.offset)
-            data = file.read(place.length)
-        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            item = _create_file_view(file, place.offset, place.length)
+            tensor = torch.load(item, map_location="cpu", weights_only=True)
         assert isinstance(tensor, Tensor)
         return tensor
 
