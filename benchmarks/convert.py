@@ -41,11 +41,11 @@ STORED = "stored.json"
 
 @dataclass(frozen=True)
 class Size:
-    gigabytes: float = 2.0
     layers: int = 8
     hidden: int = 1024
     experts: int = 32
     expert_size: int = 768
+    vocab_size: int = 151_936
     shard_mib: int = 512
     max_file_mib: int = 1024
     rounds: int = 3
@@ -65,7 +65,7 @@ def config(size: Size) -> dict[str, Any]:
         "num_experts_per_tok": 8,
         "moe_intermediate_size": size.expert_size,
         "norm_topk_prob": True,
-        "vocab_size": 151_936,
+        "vocab_size": size.vocab_size,
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
@@ -75,7 +75,6 @@ def config(size: Size) -> dict[str, Any]:
 
 
 def make_model(folder: Path, size: Size) -> Architecture:
-    """Random weights, as many layers as make ``gigabytes``."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config(size)))
     arch = read_architecture(folder)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
+from rltrain.config.model import ModelConfig
 from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
 from rltrain.controller.engine_guards import (
@@ -22,7 +23,9 @@ from rltrain.controller.engine_guards import (
 )
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
+from rltrain.weights import manifest
 from rltrain.weights.families import read_architecture
+from rltrain.weights.stored import HUGGINGFACE
 
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
@@ -31,6 +34,7 @@ RANKS_PER_CORE = 4
 def preflight(config: Config) -> None:
     """Run the checks that concern ``config``; the output folder comes last and is created."""
     model = read_sizes(config)
+    check_weights(config.model)
     check_layout(config, model)
     check_data(config)
     if config.algorithm.type == "grpo":
@@ -67,6 +71,20 @@ def read_sizes(config: Config) -> Sizes:
         model.num_layers,
         model.expert_size,
     )
+
+
+def check_weights(model: ModelConfig) -> None:
+    """The imported checkpoint is whole, and of the model in ``path``; then it may be opened."""
+    if model.weights is None or model.path is None:
+        return
+    weights = Path(model.weights).expanduser()
+    manifest.check(weights)
+    found, expected = (read_architecture(f) for f in (weights / HUGGINGFACE, model.path))
+    if found != expected:
+        raise ValueError(
+            f"model.weights={weights}: expected what rltrain import made of "
+            f"model.path={model.path}, found the weights of another architecture"
+        )
 
 
 def check_layout(config: Config, model: Sizes) -> None:
