@@ -28,11 +28,11 @@ from typing import Any, Self
 import torch
 
 from rltrain.policy.stored import stored_model
+from rltrain.weights import manifest
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.export import export_checkpoint, write_safetensors
 from rltrain.weights.families import parameters, read_architecture
 from rltrain.weights.import_checkpoint import import_huggingface
-from rltrain.weights import manifest
 from rltrain.weights.stored import StoredModel, numel
 
 MB = 1e6

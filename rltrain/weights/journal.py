@@ -46,6 +46,8 @@ class PartFile:
         self._digest = hashlib.sha256()
         self._size = 0
         self.notes: list[Any] = []
+        self.error: OSError | None = None
+        """What went wrong first. ``torch.save`` puts an error of its own in its place."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -61,8 +63,12 @@ class PartFile:
 
     def _write(self, view: memoryview) -> None:
         done = 0
-        while done < view.nbytes:
-            done += self._file.write(view[done:])
+        try:
+            while done < view.nbytes:
+                done += self._file.write(view[done:])
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def tell(self) -> int:
         return self._size
@@ -152,9 +158,9 @@ class Journal:
         try:
             yield file
             entry = file.close()
-        except BaseException:
+        except BaseException as error:
             file.abandon()
-            raise
+            raise (file.error or error) from None
         self.parts.append(self._append(Part(name=name, entry=entry, notes=file.notes)))
 
     def _append(self, value: Any) -> Any:

@@ -48,7 +48,7 @@ def write_tensors(
 
     No dtype may follow a smaller one, or tensors would lie at addresses their dtype does not allow.
     """
-    assert [s.dtype.itemsize for s in specs] == sorted((s.dtype.itemsize for s in specs))[::-1]
+    assert [s.dtype.itemsize for s in specs] == sorted(s.dtype.itemsize for s in specs)[::-1]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:

@@ -33,6 +33,8 @@ pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
 SEEDED = "deepseek mtp"
 NAMES = (*TINY, SEEDED)
+SAVED = ("qwen3", SEEDED)
+"""Megatron keeps all layers of a dense model as one tensor, and those of the other apart."""
 LAYOUTS = {"tp2 ep2": ParallelConfig(tp=2, ep=2), "pp2": ParallelConfig(pp=2)}
 MAX_FILE = 40_000  # several files each
 
@@ -110,12 +112,13 @@ def compare_and_save(rank: int, root: Path) -> None:
             checkpoint.load_weights(str(root / name / "imported" / "policy"), found, mesh)
             for a, b in zip(expected, found, strict=True):
                 assert_same(dict(b.state_dict()), dict(a.state_dict()))
-            folder = root / name / layout / "policy"
-            if rank == 0:
-                folder.mkdir(parents=True)
-            torch.distributed.barrier()
-            optimizer, rate = build_optimizer(found, OptimizerConfig(), policy.precision, CPU)
-            checkpoint.save(str(folder), found, optimizer, rate, mesh)
+            if name in SAVED:
+                folder = root / name / layout / "policy"
+                if rank == 0:
+                    folder.mkdir(parents=True)
+                torch.distributed.barrier()
+                optimizer, rate = build_optimizer(found, OptimizerConfig(), policy.precision, CPU)
+                checkpoint.save(str(folder), found, optimizer, rate, mesh)
             destroy_mesh()
 
 
@@ -140,7 +143,7 @@ def test_import_then_export_is_bitwise(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SAVED)
 def test_a_run_s_checkpoint_of_any_layout_exports(root: Path, name: str, layout: str) -> None:
     """With the vocabulary's padding cut off again; fp32, as the run had it, and bf16 if asked."""
     checkpoint, model = root / name / layout, root / name / "model"
