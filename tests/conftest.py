@@ -1,6 +1,11 @@
 """What every test starts from: a quiet machine of its own, and no network."""
 
+import json
 import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Before torch, Ray or vLLM are imported, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,3 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, found none"))
+
+
+@pytest.fixture(scope="session")
+def measured() -> Iterator[dict[str, dict[str, Any]]]:
+    """What tests measure of each model; added to the JSON file that RLTRAIN_MEASURED names."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    yield found
+    if name := os.environ.get("RLTRAIN_MEASURED"):
+        file = Path(name)
+        before = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps({k: before.get(k, {}) | found[k] for k in before | found}))

@@ -14,9 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rltrain.config.policy import PolicyConfig
 from rltrain.parallel.layers import Pipeline, route_layers
+from rltrain.policy.all_heads_norm import norm_all_heads
 from rltrain.policy.guards import check_armed, check_replayable, check_schedule
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.mtp import frozen_mtp_block
+from rltrain.policy.rotary import set_rotary
 from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
 from rltrain.policy.transformer_options import transformer_config, uses_transformer_engine
 from rltrain.weights.architecture import Architecture
@@ -75,6 +77,8 @@ def _build_chunk(
 ) -> GPTModel:
     vp_stage = number if mesh.vpp_size > 1 else None
     block_spec = _block_spec(config, policy, device, vp_stage)
+    if arch.qk_norm == "all":
+        norm_all_heads(block_spec, arch)
     model = GPTModel(
         config,
         block_spec,
@@ -88,6 +92,7 @@ def _build_chunk(
         rotary_percent=arch.rotary_fraction,
         vp_stage=vp_stage,
     )
+    set_rotary(model, arch)
     if arch.mtp_layers > 0 and mesh.yields_logits(number):
         backend = _backend(policy, device)
         model.mtp = frozen_mtp_block(config, block_spec, arch.mtp_layers, backend, vp_stage)

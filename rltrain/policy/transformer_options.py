@@ -45,7 +45,7 @@ def transformer_config(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.mla is not None or arch.qk_norm != "none",
+        qk_layernorm=arch.mla is not None or arch.qk_norm == "heads",
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         gated_linear_unit=True,

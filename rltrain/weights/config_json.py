@@ -137,7 +137,13 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
 # Parts that families share. Each returns fields of `Architecture`.
 
 
-def decoder(fields: Fields, *, default_kv_heads: bool = False) -> dict[str, Any]:
+def decoder(
+    fields: Fields,
+    *,
+    default_kv_heads: bool = False,
+    default_theta: float | None = None,
+    partial_rotary: bool = False,
+) -> dict[str, Any]:
     """Sizes, norms and the rotary embedding of a decoder with grouped-query attention."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads if default_kv_heads else None)
@@ -158,7 +164,7 @@ def decoder(fields: Fields, *, default_kv_heads: bool = False) -> dict[str, Any]
         "norm_eps": float(fields.required("rms_norm_eps")),
         "tie_embeddings": fields.flag("tie_word_embeddings", default=False),
         "max_positions": fields.size("max_position_embeddings"),
-        **rotary(fields),
+        **rotary(fields, default_theta, partial_rotary),
     }
 
 
@@ -204,16 +210,26 @@ def no_sliding_window(fields: Fields) -> None:
     fields.ignore("sliding_window", "max_window_layers")
 
 
-def rotary(fields: Fields) -> dict[str, Any]:
-    """transformers 5 writes ``rope_parameters``, 4 writes ``rope_theta`` and ``rope_scaling``."""
+def rotary(
+    fields: Fields, default_theta: float | None = None, partial_rotary: bool = False
+) -> dict[str, Any]:
+    """transformers 5 writes ``rope_parameters``, 4 writes ``rope_theta`` and ``rope_scaling``.
+
+    ``partial_rotary``: transformers turns a part of every head if told so. Where it would turn all
+    of it, vLLM would not.
+    """
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         found |= fields.get(name, {})
-    theta = found.pop("rope_theta", None) or fields.get("rope_theta")
+    theta = found.pop("rope_theta", None) or fields.get("rope_theta", default_theta)
     if theta is None:
         raise ValueError(f"{fields.where}: field rope_theta is missing")
     fields.ignore(*_ROTARY_FIELDS)
     fraction = found.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor", 1.0)
+    if fraction != 1 and not partial_rotary:
+        raise ValueError(
+            f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1"
+        )
     kind = found.pop("rope_type", found.pop("type", "default"))
     found.pop("type", None)
     return {

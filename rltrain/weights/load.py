@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
+from rltrain.weights.layout import HfTensor
 from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import HfTensor, assemble
+from rltrain.weights.mapping import assemble
 from rltrain.weights.placement import Grid, Placement
 
 SINGLE = "model.safetensors"

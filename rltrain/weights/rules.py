@@ -6,7 +6,7 @@ Megatron's names are those of the Transformer Engine layers, which `policy.torch
 from dataclasses import dataclass, replace
 
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.mapping import Layout, Part, Rule
+from rltrain.weights.layout import Layout, Part, Rule
 
 HF = "model.layers.{layer}."
 MEGATRON = "decoder.layers.{layer}."

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
+from rltrain.weights.layout import Parameter
 from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import Parameter, disassemble
+from rltrain.weights.mapping import disassemble
 from rltrain.weights.placement import Axis, Grid, Placement
 
 

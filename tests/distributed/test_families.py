@@ -22,6 +22,7 @@ LAYOUTS = {
     "tp2 ep2": ParallelConfig(tp=2, ep=2),
     "pp2": ParallelConfig(pp=2),
 }
+Measured = dict[str, dict[str, Any]]
 TOLERANCE = 1e-4  # of the largest entry
 
 
@@ -83,22 +84,32 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", TINY)
-def test_logits_are_those_of_transformers(root: Path, name: str, layout: str) -> None:
+def test_logits_are_those_of_transformers(
+    root: Path, name: str, layout: str, measured: Measured
+) -> None:
     expected = load_file(root / name / "logits.safetensors")
     found = load_file(root / name / f"{layout}.logits.safetensors")
-    assert max(errors(found, expected).values()) < TOLERANCE
+    error = max(errors(found, expected).values())
+    measured[name][f"logits {layout}"] = error
+    assert error < TOLERANCE
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", TINY)
-def test_gradients_are_those_of_transformers(root: Path, name: str, layout: str) -> None:
+def test_gradients_are_those_of_transformers(
+    root: Path, name: str, layout: str, measured: Measured
+) -> None:
     expected = load(root / name / "gradients")
     found = load_file(root / name / f"{layout}.gradients.safetensors")
-    assert max(errors(found, expected).values()) < TOLERANCE
+    error = max(errors(found, expected).values())
+    measured[name][f"gradients {layout}"] = error
+    assert error < TOLERANCE
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_import_then_export_is_bitwise_and_loads_in_transformers(root: Path, name: str) -> None:
+def test_import_then_export_is_bitwise_and_loads_in_transformers(
+    root: Path, name: str, measured: Measured
+) -> None:
     original, exported = (load(root / name / folder) for folder in ("model", "exported"))
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[n], x) for n, x in original.items())
@@ -112,6 +123,7 @@ def test_import_then_export_is_bitwise_and_loads_in_transformers(root: Path, nam
         found = [loaded.eval()(tokens[None]).logits[0] for tokens in sequences(VOCABULARY)]
     by_number = {str(i): logits for i, logits in enumerate(found)}
     assert max(errors(by_number, expected).values()) < 1e-5  # other kernels without gradients
+    measured[name]["export"] = "bitwise"
 
 
 def test_every_family_is_tried() -> None:

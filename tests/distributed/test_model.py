@@ -1,7 +1,7 @@
 """What one rank builds: names, options of the configuration, optimizer and checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rltrain.config.algorithm import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
+from rltrain.policy.layout_models import MODELS
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
@@ -78,6 +79,30 @@ def check_names(mesh: Any) -> None:
     assert dict(chunk.module.named_parameters()).keys() == expected | {"output_layer.weight"}
     [tied] = build(mesh, replace(ARCH, tie_embeddings=True))
     assert dict(tied.module.named_parameters()).keys() == expected
+
+
+def check_no_setting_is_read_past(mesh: Any) -> None:
+    """What the builder never looks at, it cannot build."""
+    from rltrain.policy.model import build_model
+
+    read: set[str] = set()
+
+    class Recording(Architecture):
+        __hash__ = object.__hash__
+        __eq__ = object.__eq__
+
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    names = {field.name for field in fields(Architecture)}
+    unread = set(names)
+    for arch in MODELS.values():
+        recording = Recording(**{name: getattr(arch, name) for name in names})
+        read.clear()  # its own checks
+        build_model(recording, PolicyConfig(), mesh, device=CPU, routing_replay=False)
+        unread -= read
+    assert unread == {"family"}
 
 
 def check_routers(mesh: Any) -> None:

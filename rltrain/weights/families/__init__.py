@@ -10,12 +10,16 @@ from rltrain.weights.architecture import Architecture, FamilyName
 from rltrain.weights.config_json import Fields, read_json
 from rltrain.weights.families.deepseek import DEEPSEEK_V3
 from rltrain.weights.families.family import Family
+from rltrain.weights.families.llama import LLAMA
+from rltrain.weights.families.mixtral import MIXTRAL
+from rltrain.weights.families.olmoe import OLMOE
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
-from rltrain.weights.mapping import Parameter, expand
+from rltrain.weights.layout import Parameter, expand
 
 FAMILIES: dict[FamilyName, Family] = {
-    family.name: family for family in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3)
+    family.name: family
+    for family in (LLAMA, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE, DEEPSEEK_V3)
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rltrain.weights.architecture import Architecture, FamilyName
 from rltrain.weights.config_json import Fields
-from rltrain.weights.mapping import Layout
+from rltrain.weights.layout import Layout
 from rltrain.weights.rules import usual_layout
 
 

@@ -17,17 +17,19 @@ from rltrain.weights.rules import Names, usual_layout
 
 def _dense(fields: Fields) -> dict[str, Any]:
     no_sliding_window(fields)
+    fields.only("use_mrope", False)
     return {**decoder(fields), "qkv_bias": True}
 
 
 def _moe(fields: Fields) -> dict[str, Any]:
     no_sliding_window(fields)
+    fields.only("qkv_bias", True)  # vLLM does not read it
     shared = decoder(fields)
     routed = experts(fields, "num_experts", "num_local_experts")
     return {
         **shared,
         **routed,
-        "qkv_bias": fields.flag("qkv_bias", default=True),
+        "qkv_bias": True,
         "expert_size": fields.size("moe_intermediate_size"),
         "shared_expert_size": fields.size("shared_expert_intermediate_size"),
         "shared_expert_gate": True,

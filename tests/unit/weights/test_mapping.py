@@ -7,7 +7,8 @@ from torch import Tensor
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.mapping import HfTensor, Parameter, assemble, disassemble
+from rltrain.weights.layout import HfTensor, Parameter
+from rltrain.weights.mapping import assemble, disassemble
 from rltrain.weights.placement import Axis, Placement
 
 SIZES = st.sampled_from([1, 2, 4])

@@ -1,0 +1,121 @@
+"""Every family with experts in the engine and in the policy: the same routes, and replay of others.
+
+The engine samples in fp32 and in bf16. One Megatron rank, in fp32, reads what was sampled, natively
+and on the routes of the bf16 engine.
+"""
+
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rltrain.config.policy import PolicyConfig
+from rltrain.routing.difference import Difference, compare_routes
+from rltrain.routing.routes import Routes
+from rltrain.weights.families import read_architecture
+from tests.distributed.run_ranks import run_ranks
+from tests.distributed.tiny_families import TINY, make
+from tests.integration.family_engine import DTYPES, PROMPT_TOKENS
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
+# Of routing scores. Sums in another order make 1e-6; bf16 keeps 8 bits of numbers of about 1.
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.1}
+SCALE = 0.15
+MOST_FLIPS = {"float32": 1e-3, "bfloat16": 0.05}
+Measured = dict[str, dict[str, Any]]
+WITH_EXPERTS = [name for name in TINY if "moe" in name]
+PASSES = {"float32": None, "bfloat16": None, "replayed": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("routes")
+    for name in WITH_EXPERTS:
+        make(name, SCALE).save_pretrained(folder / name / "model")
+    folders = [str(folder / name) for name in WITH_EXPERTS]
+    module = "tests.integration.family_engine"
+    subprocess.run([sys.executable, "-m", module, *folders], check=True, timeout=600)
+    run_ranks(make_passes, 1, folder, timeout_s=600)
+    return folder
+
+
+def make_passes(rank: int, root: Path) -> None:
+    """``PASS.pass.safetensors`` and ``PASS.recorded.safetensors`` of every family."""
+    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.offline import Task, run_task
+
+    for name in WITH_EXPERTS:
+        folder = root / name
+        for made, replayed in PASSES.items():
+            tokens = Routes.load(folder / f"{replayed or made}.routes.safetensors")
+            samples = tokens.tokens.split(tokens.seq_lens.tolist())
+            task = Task(
+                arch=read_architecture(folder / "model"),
+                weights=folder / "model",
+                policy=PolicyConfig(),
+                tokens=tuple(tuple(sample.tolist()) for sample in samples),
+                replay=folder / f"{replayed}.routes.safetensors" if replayed else None,
+                routes_out=folder / f"{made}.recorded.safetensors",
+                pass_out=folder / f"{made}.pass.safetensors",
+                about=f"{name}, {made}",
+            )
+            (scratch := folder / f"{made}.ranks").mkdir()
+            run_task(rank, scratch, task, "cpu")
+            destroy_mesh()
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Of the log-probabilities of sampled tokens, policy less engine."""
+
+    mean: float
+    largest: float
+    k3: float
+
+
+def mismatch(folder: Path, made: str, dtype: str) -> Mismatch:
+    from rltrain.policy.pass_file import Pass
+
+    found = Pass.load(folder / f"{made}.pass.safetensors")
+    expected = load_file(folder / f"{dtype}.logprobs.safetensors")["logprobs"]
+    length = int(found.seq_lens[0])
+    sampled = torch.arange(len(expected)) % length >= PROMPT_TOKENS
+    difference = (found.logprobs - expected)[sampled].double()
+    k3 = (difference.exp() - 1 - difference).mean()
+    return Mismatch(float(difference.abs().mean()), float(difference.abs().max()), float(k3))
+
+
+def routes_apart(folder: Path, dtype: str) -> Difference:
+    engine = Routes.load(folder / f"{dtype}.routes.safetensors")
+    policy = Routes.load(folder / f"{dtype}.recorded.safetensors")
+    return compare_routes(engine, policy, NEAR_TIE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_only_near_ties_are_routed_otherwise(
+    root: Path, name: str, dtype: str, measured: Measured
+) -> None:
+    apart = routes_apart(root / name, dtype)
+    rows = len(apart.layers) * apart.num_rows
+    differing = sum(layer.differing for layer in apart.layers)
+    measured[name][f"flips {dtype}"] = differing / rows
+    assert apart.unexplained == 0
+    assert differing < rows * MOST_FLIPS[dtype]
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_log_probabilities_agree_once_routes_do(root: Path, name: str, measured: Measured) -> None:
+    exact = mismatch(root / name, "float32", "float32")
+    native = mismatch(root / name, "bfloat16", "bfloat16")
+    replayed = mismatch(root / name, "replayed", "bfloat16")
+    for kind, found in (("float32", exact), ("native", native), ("replayed", replayed)):
+        measured[name][f"mismatch {kind}"] = asdict(found)
+    assert exact.mean < 5e-7 and exact.largest < 3e-6
+    assert replayed.mean < 4e-3 and replayed.largest < 2e-2
+    assert replayed.k3 <= native.k3
