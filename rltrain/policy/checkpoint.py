@@ -54,7 +54,7 @@ def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
     Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
     Transformer Engine keeps besides is not read: a new model has its own.
     """
-    bare = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+    bare: list[Any] = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
     metadata = sharded_metadata(mesh)
     wanted = {
         f"model{number}": {

@@ -37,7 +37,8 @@ def stored_model(arch: Architecture) -> StoredModel:
 def _describe(rank: int, folder: Path, arch: Architecture) -> None:
     cpu = torch.device("cpu")
     mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(folder, "stored"), cpu)
-    with torch.device("meta"), _NoStorage():
+    with _NoStorage():
+        model: Any
         (model,) = build_model(
             arch, PolicyConfig(), mesh, device=cpu, routing_replay=False, ddp=False
         )
@@ -51,13 +52,13 @@ def _describe(rank: int, folder: Path, arch: Architecture) -> None:
 
 
 class _NoStorage(TorchFunctionMode):
-    """Whatever device is asked for, it is none."""
+    """Every matrix is made by ``torch.empty``: here it has a shape and nothing else."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
+        changed = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **changed})
 
 
 def _chunks(name: str, value: Any) -> tuple[Chunk, ...]:

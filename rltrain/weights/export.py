@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.journal import Journal
+from rltrain.weights.layout import Parameter
 from rltrain.weights.manifest import MANIFEST, entry_of
-from rltrain.weights.mapping import Parameter, disassemble
+from rltrain.weights.mapping import disassemble
 from rltrain.weights.placement import Grid
 from rltrain.weights.safetensors_file import (
     TensorSpec,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.journal import Journal
+from rltrain.weights.layout import Parameter
 from rltrain.weights.load import Checkpoint, open_checkpoint
 from rltrain.weights.manifest import entry_of
-from rltrain.weights.mapping import Parameter, assemble
+from rltrain.weights.mapping import assemble
 from rltrain.weights.placement import Axis
 from rltrain.weights.safetensors_file import copy_the_rest
 from rltrain.weights.stored import HUGGINGFACE, POLICY, Progress, StoredModel, numel, owned

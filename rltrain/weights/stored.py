@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.mapping import Parameter
+from rltrain.weights.layout import Parameter
 
 POLICY, HUGGINGFACE = "policy", "huggingface"
 """Folders of a checkpoint: Megatron's files; configuration and tokenizer, where it is imported."""

@@ -15,12 +15,15 @@ import json
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -56,8 +59,8 @@ def write_chunk(stream: Stream, chunk: Chunk, rows: Tensor) -> None:
     # A storage of just these elements: torch.save writes the whole storage of a view.
     own = torch.frombuffer(tensor_bytes(rows), dtype=rows.dtype).view(chunk.shape)
     # The manifest's SHA-256 says more than a CRC, and PyTorch reads none.
-    with serialization.patch({"save.compute_crc32": False}):
-        torch.save(own, stream)
+    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+        torch.save(own, cast(IO[bytes], stream))
     note = {"dtype": _name(rows.dtype), "shape": chunk.shape, "whole": chunk.whole}
     stream.notes.append([chunk.key, chunk.offset, start, stream.tell() - start, note])
 
@@ -65,7 +68,7 @@ def write_chunk(stream: Stream, chunk: Chunk, rows: Tensor) -> None:
 def write_object(stream: Stream, key: str) -> None:
     """Append an object whose value is None."""
     start = stream.tell()
-    torch.save([None], stream)
+    torch.save([None], cast(IO[bytes], stream))
     stream.notes.append([key, None, start, stream.tell() - start, None])
 
 
@@ -78,36 +81,39 @@ def write_metadata(
         notes: a file's name and what the functions above noted of it, for every file
         content: as in `rltrain.weights.stored`
     """
-    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    tensors: dict[str, TensorStorageMetadata] = {}
+    objects: dict[str, BytesStorageMetadata] = {}
     places = []
     for file, items in notes:
         for key, offset, start, length, note in items:
-            places.append(
-                WriteResult(MetadataIndex(key, offset), length, _StorageInfo(file, start, length))
-            )
+            place = _StorageInfo(file, start, length)
+            places.append(WriteResult(MetadataIndex(key, offset), length, place))
             if note is None:
-                stored[key] = BytesStorageMetadata()
-                continue
-            properties = TensorProperties(dtype=getattr(torch, note["dtype"]))
-            tensor = TensorStorageMetadata(properties, torch.Size(note["whole"]), [])
-            tensor = stored.setdefault(key, tensor)  # type: ignore[assignment]
-            if tensor.properties.dtype != properties.dtype:
-                raise ValueError(
-                    f"{key}: expected one dtype, found {_name(tensor.properties.dtype)} and "
-                    f"{note['dtype']}; Megatron keeps these tensors as one"
-                )
-            tensor.chunks.append(
-                ChunkStorageMetadata(torch.Size(offset), torch.Size(note["shape"]))
-            )
-    for key, tensor in stored.items():
-        if isinstance(tensor, TensorStorageMetadata):
-            found = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-            assert found == prod(tensor.size), f"{key}: {found} of {list(tensor.size)} are written"
-    _Writer(folder).finish(Metadata(stored), [places])
+                objects[key] = BytesStorageMetadata()
+            else:
+                _add_chunk(tensors, key, offset, note)
+    for key, tensor in tensors.items():
+        found = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+        assert found == prod(tensor.size), f"{key}: {found} of {list(tensor.size)} are written"
+    _Writer(folder).finish(Metadata({**tensors, **objects}), [places])
     torch.save({"content_metadata": content}, folder / "common.pt")
     versions = {"sharded_backend_version": 1, "common_backend": "torch"}
     config = {"sharded_backend": "torch_dist", **versions, "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(config))
+
+
+def _add_chunk(
+    tensors: dict[str, TensorStorageMetadata], key: str, offset: list[int], note: dict[str, Any]
+) -> None:
+    properties = TensorProperties(dtype=getattr(torch, note["dtype"]))
+    new = TensorStorageMetadata(properties, torch.Size(note["whole"]), [])
+    tensor = tensors.setdefault(key, new)
+    if tensor.properties.dtype != properties.dtype:
+        raise ValueError(
+            f"{key}: expected one dtype, found {_name(tensor.properties.dtype)} and "
+            f"{note['dtype']}; Megatron keeps these tensors as one"
+        )
+    tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(note["shape"])))
 
 
 class _Writer(FileSystemWriter):
@@ -163,7 +169,7 @@ class Reader:
         place = self._metadata.storage_data[index]
         with open(self.folder / place.relative_path, "rb") as file:
             item = _create_file_view(file, place.offset, place.length)
-            tensor = torch.load(item, map_location="cpu", weights_only=True)
+            tensor = torch.load(cast(IO[bytes], item), map_location="cpu", weights_only=True)
         assert isinstance(tensor, Tensor)
         return tensor
 
