@@ -15,11 +15,13 @@ from rltrain.controller.preflight import (
     check_layout,
     check_output,
     check_ranks,
+    check_weights,
     device,
     preflight,
     read_sizes,
 )
 from rltrain.main import compose, main, start_folder
+from rltrain.weights import manifest
 
 ROOT = Path(__file__).parents[3]
 MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=32, num_layers=4, expert_size=48)
@@ -191,3 +193,22 @@ def test_the_checks_import_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_imported_weights_are_whole_and_of_the_model(tmp_path: Path) -> None:
+    model, weights = tmp_path / "model", tmp_path / "weights"
+    for folder in (model, weights / "huggingface"):
+        folder.mkdir(parents=True)
+        save_dense_model(folder)
+    config = Config.model_validate({"model": {"path": str(model), "weights": str(weights)}}).model
+    with pytest.raises(ValueError, match=r"expected manifest\.json beside"):
+        check_weights(config)
+    manifest.write(weights)
+    check_weights(config)
+    changed = json.loads((model / "config.json").read_text()) | {"vocab_size": 7}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="found the weights of another architecture"):
+        check_weights(config)
+    (weights / "huggingface" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"its content is not what manifest\.json says"):
+        check_weights(config)
