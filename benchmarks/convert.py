@@ -2,13 +2,14 @@
 
     python -m benchmarks.convert [folder=DIR] [name=value ...]     fields of `Size`
 
-Makes a Hugging Face folder of a Qwen3-MoE's shape with random bf16 weights, then three times in
-turn copies it with ``cp``, imports it and exports what was imported. Each is timed until its bytes
-are on the disk (``cp`` and then ``sync`` of its files; the others sync what they write), with the
-source in the page cache. Megatron's start-up, which costs the same for any model, is timed alone.
+Makes a Hugging Face folder of a Qwen3-MoE's shape with random bf16 weights, then, some rounds in
+turn, copies it with ``cp``, imports it, and exports what was imported. All three find their source
+in the page cache and are timed until their bytes are on the disk: ``cp`` with a ``sync`` of its
+files behind it; the other two sync what they write. ``check`` is the part of an export that hashes
+the checkpoint against its manifest. Megatron's start-up, the same for any model, is timed alone.
 
-Memory is that of a process which shares nothing: anonymous pages of the converting process,
-sampled every millisecond, over what it held before it opened the source.
+Memory is that of the converting process: its anonymous pages, sampled every 2 ms, over what
+it held before it opened the source.
 """
 
 import json
@@ -41,7 +42,7 @@ STORED = "stored.json"
 
 @dataclass(frozen=True)
 class Size:
-    layers: int = 8
+    layers: int = 9
     hidden: int = 1024
     experts: int = 32
     expert_size: int = 768
@@ -101,7 +102,7 @@ class Memory:
         return self
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.001):
+        while not self._stop.wait(0.002):
             self.peak = max(self.peak, anonymous() - self.start)
 
     def __exit__(self, *_: object) -> None:
@@ -127,6 +128,9 @@ def convert(what: str, root: Path, stored_file: Path, max_file_mib: int) -> None
     source = root / "source"
     arch = read_architecture(source)
     torch.set_num_threads(1)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    before = usage.ru_utime + usage.ru_stime
+    checked = 0.0
     with Memory() as memory:
         start = time.monotonic()
         if what == "import":
@@ -136,7 +140,6 @@ def convert(what: str, root: Path, stored_file: Path, max_file_mib: int) -> None
         else:
             manifest.check(root / "imported")
             checked = time.monotonic() - start
-            print(f"checked in {checked:.2f}", file=sys.stderr)
             export_checkpoint(
                 root / "imported",
                 root / "imported" / "huggingface",
@@ -148,22 +151,21 @@ def convert(what: str, root: Path, stored_file: Path, max_file_mib: int) -> None
             )
         seconds = time.monotonic() - start
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    print(f"user {usage.ru_utime:.2f} system {usage.ru_stime:.2f}", file=sys.stderr)
-    print(json.dumps({"seconds": seconds, "peak": memory.peak}))
+    cpu = usage.ru_utime + usage.ru_stime - before
+    found = {"seconds": seconds, "check": checked, "cpu": cpu, "peak": memory.peak}
+    print(json.dumps(found))
 
 
-def timed(command: Sequence[str]) -> float:
-    start = time.monotonic()
-    subprocess.run(command, check=True)
-    return time.monotonic() - start
-
-
-def copy(source: Path, target: Path) -> float:
-    """Seconds of ``cp -r`` until the bytes are on the disk."""
+def copy(source: Path, target: Path) -> dict[str, float]:
+    """``cp -r`` until the bytes are on the disk."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.monotonic()
     subprocess.run(["cp", "-r", source, target], check=True)
     subprocess.run(["sync", *target.iterdir()], check=True)
-    return time.monotonic() - start
+    seconds = time.monotonic() - start
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "check": 0.0, "cpu": cpu, "peak": 0.0}
 
 
 def in_process(what: str, root: Path, size: Size) -> dict[str, float]:
@@ -200,19 +202,25 @@ def measure(root: Path, size: Size) -> None:
         for name in ("copied", "imported", "exported"):
             shutil.rmtree(root / name, ignore_errors=True)
         os.sync()
-        rows["cp"].append({"seconds": copy(root / "source", root / "copied"), "peak": 0})
+        rows["cp"].append(copy(root / "source", root / "copied"))
         shutil.rmtree(root / "copied")
         for what in ("import", "export"):
             os.sync()
             rows[what].append(in_process(what, root, size))
-        print(number, {k: round(v[-1]["seconds"], 2) for k, v in rows.items()}, flush=True)
+        seconds = {what: round(row[-1]["seconds"], 2) for what, row in rows.items()}
+        print(f"round {number}, load {os.getloadavg()[0]:.1f}: {seconds}", flush=True)
     reference = statistics.median(row["seconds"] for row in rows["cp"])
-    for name, row in rows.items():
-        seconds = statistics.median(r["seconds"] for r in row)
+    print(
+        "| what | s | MB/s | of cp | check, s | CPU s | peak, MB |\n|---|---|---|---|---|---|---|"
+    )
+    for what, row in rows.items():
+        seconds, check, cpu = (
+            statistics.median(r[key] for r in row) for key in ("seconds", "check", "cpu")
+        )
         peak = max(r["peak"] for r in row)
         print(
-            f"{name:8} {seconds:6.2f} s  {total / MB / seconds:6,.0f} MB/s  "
-            f"{reference / seconds:5.2f} of cp  peak {peak / MB:6,.0f} MB"
+            f"| {what} | {seconds:.2f} | {total / MB / seconds:,.0f} | {reference / seconds:.2f} | "
+            f"{check:.2f} | {cpu:.2f} | {peak / MB:,.0f} |"
         )
 
 
