@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rltrain.tracking.progress import TransferBar
     from rltrain.weights.architecture import Architecture
+    from rltrain.weights.mtp import MTP
     from rltrain.weights.stored import StoredModel
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -54,14 +55,14 @@ def export(arguments: Sequence[str]) -> int:
         help="of the weights; as they are stored otherwise",
     )
     options = parser.parse_args(arguments)
-    checkpoint, config = _find(options.source, options.step)
+    checkpoint, config, mtp = _find(options.source, options.step)
     import torch
 
     from rltrain.weights import manifest
     from rltrain.weights.export import export_checkpoint
     from rltrain.weights.families import read_architecture
 
-    arch = read_architecture(config)
+    arch = read_architecture(config, mtp)
     manifest.check(checkpoint)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     work = partial(export_checkpoint, checkpoint, config, options.out, arch, dtype=dtype)
@@ -93,8 +94,9 @@ def _size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _find(source: Path, step: int | None) -> tuple[Path, Path]:
-    """The checkpoint that is meant, and the folder with its configuration and tokenizer."""
+def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
+    """The checkpoint that is meant, the folder with its configuration and tokenizer, and whether
+    it has layers that predict further tokens."""
     from rltrain.config.files import NAME, load
     from rltrain.controller.checkpoint import checkpoints
     from rltrain.data.tiny_model import warm_started_path
@@ -103,7 +105,7 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path]:
     if (source / HUGGINGFACE).is_dir() and not (source / NAME).exists():
         if step is not None:
             raise ValueError(f"--step {step}: {source} is an imported checkpoint and has no steps")
-        return source, source / HUGGINGFACE
+        return source, source / HUGGINGFACE, "hold"
     config = load(source)
     found = {int(path.name.removeprefix("step_")): path for path in checkpoints(source)}
     if not found:
@@ -114,7 +116,8 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path]:
         raise ValueError(f"--step {step}: {source} has checkpoints of steps {sorted(found)}")
     # What the run started from has the architecture and the tokenizer.
     given = config.model.path or warm_started_path(config.model) / "model"
-    return found[step or max(found)], Path(given).expanduser()
+    step = max(found) if step is None else step
+    return found[step], Path(given).expanduser(), config.model.mtp
 
 
 def _convert(

@@ -1,6 +1,6 @@
 """Which model is trained."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,6 +36,10 @@ class TinyModel(Section):
     seed: int = 0
     warm_start: WarmStart = WarmStart()
 
+    @property
+    def max_positions(self) -> int:
+        return 2048
+
     @model_validator(mode="after")
     def kv_heads_divide_heads(self) -> Self:
         if self.num_heads % self.num_kv_heads:
@@ -62,6 +66,9 @@ class ModelConfig(Section):
     tiny: TinyModel = TinyModel()
     cache_dir: str = "~/.cache/rltrain"
     trust_remote_code: bool = False
+    mtp: Literal["hold", "skip"] = "hold"
+    """Layers that predict further tokens: held frozen and exported again, or skipped, which saves
+    their memory and leaves them out of exports. They are not trained (docs/adr/0008-mtp.md)."""
 
     @model_validator(mode="after")
     def weights_need_their_path(self) -> Self:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rltrain.patches.registry import Patch, apply
+from rltrain.routing.groups import BEST_OF_GROUP, score_groups, within_groups
 
 _MEGATRON = (("megatron-core",), "==0.16.1")
 _TORCH = (("torch",), ">=2.11,<2.14")
@@ -50,12 +51,13 @@ def _first_argument(*args: Any, **kwargs: Any) -> Any:
 
 
 def _on_cpu(original: Any) -> Any:
-    """A tensor factory whose device="cuda" means the CPU."""
+    """A tensor factory whose device="cuda" means the CPU, where no memory is pinned."""
 
     def factory(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return original(*args, **kwargs)
 
     return factory
@@ -170,6 +172,55 @@ def _keep_step(original: Any) -> Any:
     return _set_main_param_and_optimizer_states
 
 
+class _AmongGroups:
+    """Stands before a router's replay, and brings it the choice among groups that is right."""
+
+    def __init__(self, best: int, replay: Any) -> None:
+        self.best = best
+        self.replay = replay
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.replay is None:
+            return self._choose(scores, topk, num_groups, group_topk)
+        found: tuple[torch.Tensor, torch.Tensor] = self.replay.get_replay_topk(
+            scores, topk, num_groups, group_topk, self._choose
+        )
+        return found
+
+    def _choose(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_groups = score_groups(scores, num_groups, self.best)
+        values, experts = within_groups(scores, of_groups, group_topk).topk(topk, dim=1)
+        return values, experts
+
+
+def _best_of_group(original: Any) -> Any:
+    def topk_routing_with_score_function(
+        logits: torch.Tensor,
+        topk: int,
+        *,
+        group_topk: int | None = None,
+        score_function: str = "softmax",
+        router_replay: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if group_topk:
+            router_replay = _AmongGroups(BEST_OF_GROUP[score_function], router_replay)
+        return original(
+            logits,
+            topk,
+            group_topk=group_topk,
+            score_function=score_function,
+            router_replay=router_replay,
+            **kwargs,
+        )
+
+    return topk_routing_with_score_function
+
+
 def _torch_cpu(name: str, params: tuple[str, ...] | None, reason: str, wrap: Any) -> Patch:
     return Patch(*_TORCH, f"torch{name}", params, reason, _CPU_SUPPORT, wrap)
 
@@ -256,6 +307,26 @@ ROUTER_WITHOUT_TE = Patch(
     _router_linear,
 )
 
+GROUPS = Patch(
+    *_MEGATRON,
+    "megatron.core.transformer.moe.router:topk_routing_with_score_function",
+    (
+        "logits",
+        "topk",
+        "use_pre_softmax",
+        "num_groups",
+        "group_topk",
+        "scaling_factor",
+        "score_function",
+        "expert_bias",
+        "fused",
+        "router_replay",
+    ),
+    "scores a group by its best topk // group_topk experts. DeepSeek-V2 scores it by the best one "
+    "and V3 by the best two, whatever that quotient is (V2: 6 experts of 3 groups)",
+    "the number of experts that score a group is an option",
+    _best_of_group,
+)
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 TORCH_ADAM_PATCHES = (
@@ -286,7 +357,7 @@ def apply_fixes() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         apply(ROUTER_WITHOUT_TE)
         apply(CHECKPOINT_WITHOUT_TE)
-    for patch in TORCH_ADAM_PATCHES:
+    for patch in (GROUPS, *TORCH_ADAM_PATCHES):
         apply(patch)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rltrain.weights.architecture import MLA, Architecture
+from rltrain.weights.architecture import MLA, Architecture, Yarn
 
 # An odd vocabulary, which tp=2 has to pad; two key-value heads, which tp=2 shares out.
 QWEN3_LIKE = Architecture(
@@ -40,11 +40,13 @@ DEEPSEEK_LIKE = replace(
     shared_expert_size=16,
     qk_norm="none",
 )
-# Values and keys differ in size, and no rank of a latent is that of another.
+# Values and keys differ in size, and no rank of a latent is that of another. YaRN slows rotations
+# down from the eighth position on.
 LATENT = replace(
     DEEPSEEK_LIKE,
     num_kv_heads=4,
     head_dim=12,
+    rotary_scaling=Yarn(8.0, 8, 2.0, 0.25, mscale=1.0, mscale_all_dim=0.7),
     mla=MLA(q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
 )
 MODELS: dict[str, Architecture] = {

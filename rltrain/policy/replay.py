@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rltrain.routing.agreement import choice_margin, gate_mass
 from rltrain.routing.codec import decode
+from rltrain.routing.groups import BEST_OF_GROUP
 
 _UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")
 
@@ -56,11 +57,13 @@ class RouterTap:
         recomputations: int,
         scores_are_logits: bool,
         expert_bias: Tensor | None = None,
+        best_of_group: int = 2,
     ) -> None:
         self.layer = layer
         self.recomputations = recomputations
         self.scores_are_logits = scores_are_logits
         self.expert_bias = expert_bias
+        self.best_of_group = best_of_group
         self.recording = False
         self.running: int | None = None  # the micro-batch whose forward pass is under way
         self.target: Target | None = None
@@ -86,7 +89,9 @@ class RouterTap:
             _, native = default_compute_topk(scores, topk, num_groups, group_topk)
             experts = self._forward(self.running, native)
             if self.recording:
-                margin = choice_margin(scores.detach(), topk, num_groups, group_topk)
+                margin = choice_margin(
+                    scores.detach(), topk, num_groups, group_topk, self.best_of_group
+                )
                 self.recorded[self.running] = self._record(scores.detach(), native, experts, margin)
         return scores.gather(1, experts), experts
 
@@ -212,7 +217,13 @@ def tapped(
     """
     reruns = recomputations or dict.fromkeys(routers, 0)
     taps = {
-        layer: RouterTap(layer, reruns[layer], _scores_are_logits(router), router.expert_bias)
+        layer: RouterTap(
+            layer,
+            reruns[layer],
+            _scores_are_logits(router),
+            router.expert_bias,
+            BEST_OF_GROUP[router.config.moe_router_score_function],
+        )
         for layer, router in routers.items()
     }
     replays: dict[int, Any] = {

@@ -15,13 +15,13 @@ from rltrain.weights.architecture import Architecture, Llama3Rotary
 def set_rotary(model: Any, arch: Architecture) -> None:
     """Give the rotary embedding of Megatron's ``model`` the frequencies of ``arch``.
 
+    With MLA every layer has its own, which `transformer_options` sets up.
+
     Raises:
         ValueError: a rotary embedding that is not implemented.
     """
     if arch.mla is None:
         model.rotary_pos_emb.inv_freq = rotary_frequencies(arch).to(torch.cuda.current_device())
-    elif arch.rotary_scaling is not None:
-        raise ValueError(f"{arch.family}: {arch.rotary_scaling} with MLA is not supported")
 
 
 def rotary_frequencies(arch: Architecture) -> Tensor:

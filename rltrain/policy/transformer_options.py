@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
 from rltrain.policy.megatron_args import megatron_config
 from rltrain.policy.mesh import Mesh
-from rltrain.weights.architecture import MLA, Architecture
+from rltrain.weights.architecture import MLA, Architecture, Llama3Rotary, Yarn
 
 
 def params_dtype(precision: PrecisionConfig, device: torch.device) -> torch.dtype:
@@ -72,7 +72,7 @@ def transformer_config(
         finalize_model_grads_func=finalize_model_grads,
         **_recompute_options(policy),
         **_expert_options(arch, policy, device, routing_replay),
-        **(_latent_attention_options(arch.mla, arch.rope_theta) if arch.mla else {}),
+        **(_latent_attention_options(arch, arch.mla) if arch.mla else {}),
     )
 
 
@@ -104,7 +104,7 @@ def _recompute_options(policy: PolicyConfig) -> dict[str, Any]:
     return {}
 
 
-def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
+def _latent_attention_options(arch: Architecture, mla: MLA) -> dict[str, Any]:
     return {
         "multi_latent_attention": True,
         "q_lora_rank": mla.q_lora_rank,
@@ -112,10 +112,25 @@ def _latent_attention_options(mla: MLA, rope_theta: float) -> dict[str, Any]:
         "qk_head_dim": mla.qk_nope_head_dim,
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
-        "rope_type": "rope",
-        "rotary_base": rope_theta,
-        # Megatron's default, 40, is for YaRN.
-        "rotary_scaling_factor": 1.0,
+        "rotary_base": arch.rope_theta,
+        **_latent_rotary_options(arch.rotary_scaling),
+    }
+
+
+def _latent_rotary_options(scaling: Llama3Rotary | Yarn | None) -> dict[str, Any]:
+    """With MLA the rotary embedding is the attention's own, and YaRN scales its softmax, too."""
+    if scaling is None:
+        # Megatron's default factor, 40, is for YaRN.
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    assert isinstance(scaling, Yarn)
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale or 1.0,
+        "mscale_all_dim": scaling.mscale_all_dim or 0.0,
     }
 
 

@@ -28,6 +28,7 @@ from rltrain.policy.routes import fetch_routes
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
+from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import export_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import load_huggingface
@@ -45,7 +46,7 @@ class PolicyWorker:
         self.config = config
         self.device = device
         self.model_path = model_path
-        self.arch = read_architecture(model_path)
+        self.arch = read_architecture(model_path, config.model.mtp)
         self.mesh = init_mesh(
             config.policy.parallel,
             rank,
@@ -259,6 +260,8 @@ class PolicyWorker:
     def begin_weight_stream(self, dtype: str) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype."""
         tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
+        if self.config.rollout.quantization == "fp8":
+            tensors = in_fp8(tensors, self.arch)
         self._writer = BucketWriter(tensors, write=self.mesh.rank == 0)
 
     def next_weight_bucket(self) -> Any:
@@ -270,6 +273,20 @@ class PolicyWorker:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
         export_huggingface(
             path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype)
+        )
+
+    def export_for_engine(self, path: str) -> None:
+        """As `export`, the weights as an engine is to hold them after a sync."""
+        fp8 = self.config.rollout.quantization == "fp8"
+        export_huggingface(
+            path,
+            self.model_path,
+            self.chunks,
+            self.arch,
+            self.mesh,
+            # What is quantised is what a sync casts to the engine's dtype.
+            torch.bfloat16 if fp8 else torch.float32,
+            fp8=fp8,
         )
 
     # Checkpoints

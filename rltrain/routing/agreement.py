@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rltrain.routing.groups import score_groups, within_groups
+
 
 def num_shared(experts: Tensor, others: Tensor) -> Tensor:
     """Experts of a row that the other choice also has; the order does not matter.
@@ -34,7 +36,11 @@ def gate_mass(gates: Tensor, experts: Tensor, native: Tensor) -> Tensor:
 
 
 def choice_margin(
-    scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+    scores: Tensor,
+    topk: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    best: int = 2,
 ) -> Tensor:
     """How clear a router's choice is: while no score moves by half of this, the choice stays.
 
@@ -44,6 +50,7 @@ def choice_margin(
     Args:
         scores: what the router compares, of all experts  # [S, E]
         topk, num_groups, group_topk: as Megatron's router has them
+        best: how many experts score a group (`rltrain.routing.groups.BEST_OF_GROUP`)
 
     Returns:
         fp32, inf where no expert is left out  # [S]
@@ -51,13 +58,9 @@ def choice_margin(
     scores = scores.float()
     margin = torch.full_like(scores[:, 0], torch.inf)
     if num_groups and group_topk:
-        members = topk // group_topk
-        of_groups = scores.unflatten(1, (num_groups, -1)).topk(members, dim=-1).values.sum(-1)
-        chosen = torch.zeros_like(of_groups, dtype=torch.bool)
-        chosen.scatter_(1, of_groups.topk(group_topk, dim=1).indices, True)
-        passed_over = ~chosen.repeat_interleave(scores.shape[1] // num_groups, dim=1)
-        scores = scores.masked_fill(passed_over, -torch.inf)
-        margin = _last_step(of_groups, group_topk) / members
+        of_groups = score_groups(scores, num_groups, best)
+        scores = within_groups(scores, of_groups, group_topk)
+        margin = _last_step(of_groups, group_topk) / best
     return torch.minimum(margin, _last_step(scores, topk))
 
 

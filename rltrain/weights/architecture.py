@@ -95,7 +95,8 @@ class Architecture:
     """A bias per expert is added to the scores for the choice, and not for the weights."""
     num_groups: int = 1
     """Experts come in so many equal groups. A token takes its experts from those
-    ``groups_per_token`` groups whose two best experts have the largest sum of scores."""
+    ``groups_per_token`` groups whose best experts have the largest sum of scores: the best one of
+    each with softmax (DeepSeek-V2), the best two with sigmoid (V3)."""
     groups_per_token: int = 1
     routed_scaling: float = 1.0
     """Factor of the weights of the chosen experts."""
@@ -114,11 +115,13 @@ class Architecture:
     """With it, ``head_dim`` is its ``qk_head_dim`` and ``num_kv_heads`` is ``num_heads``."""
     mtp_layers: int = 0
     """How many layers follow the last one to predict further tokens (docs/adr/0008-mtp.md)."""
+    skipped_mtp_layers: int = 0
+    """How many more its ``config.json`` names, which the checkpoint may lack and nobody holds."""
 
     def __post_init__(self) -> None:
         sigmoid = self.score_function == "sigmoid"
-        if not sigmoid and (self.expert_bias or self.num_groups > 1):
-            raise ValueError("expert_bias and num_groups > 1 need score_function='sigmoid'")
+        if self.expert_bias and not sigmoid:
+            raise ValueError("expert_bias needs score_function='sigmoid'")
         if sigmoid and not self.norm_topk_prob:
             raise ValueError(
                 "score_function='sigmoid' needs norm_topk_prob=True: Megatron always normalizes "
@@ -126,14 +129,8 @@ class Architecture:
             )
         if self.num_groups > 1:
             self._check_groups()
-        if self.mla and (self.head_dim, self.num_kv_heads) != (
-            self.mla.qk_head_dim,
-            self.num_heads,
-        ):
-            raise ValueError(
-                f"with MLA head_dim={self.head_dim} must be qk_head_dim={self.mla.qk_head_dim} and "
-                f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}"
-            )
+        if self.mla:
+            self._check_latent(self.mla)
 
     def _check_groups(self) -> None:
         if self.num_experts % self.num_groups or self.groups_per_token > self.num_groups:
@@ -141,13 +138,32 @@ class Architecture:
                 f"num_groups={self.num_groups} must divide num_experts={self.num_experts} and be "
                 f"at least groups_per_token={self.groups_per_token}"
             )
-        # Megatron adds up the best experts_per_token // groups_per_token of a group. For 0 of them
-        # every group scores the same, and it picks any without a word.
-        if self.experts_per_token // self.groups_per_token != 2:
+        size = self.num_experts // self.num_groups
+        if self.experts_per_token > self.groups_per_token * size:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} of "
-                f"groups_per_token={self.groups_per_token} groups: Megatron scores a group by its "
-                "two best experts only where the quotient is 2"
+                f"groups_per_token={self.groups_per_token} groups of {size} experts have no "
+                f"experts_per_token={self.experts_per_token}"
+            )
+        if self.score_function == "sigmoid" and size < 2:
+            raise ValueError(f"num_groups={self.num_groups} leaves no two experts to score a group")
+
+    def _check_latent(self, mla: MLA) -> None:
+        if (self.head_dim, self.num_kv_heads) != (mla.qk_head_dim, self.num_heads):
+            raise ValueError(
+                f"with MLA head_dim={self.head_dim} must be qk_head_dim={mla.qk_head_dim} and "
+                f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}"
+            )
+        scaling = self.rotary_scaling
+        if isinstance(scaling, Llama3Rotary) or self.rotary_fraction != 1:
+            raise ValueError("Megatron's MLA has no llama3 rotary scaling and no rotary fraction")
+        if scaling is None:
+            return
+        if scaling.attention_factor is not None or not scaling.truncate:
+            raise ValueError("Megatron's MLA has YaRN with no attention_factor and truncate=True")
+        if bool(scaling.mscale) != bool(scaling.mscale_all_dim):
+            raise ValueError(
+                f"mscale={scaling.mscale} and mscale_all_dim={scaling.mscale_all_dim}: with MLA "
+                "give both or neither, since transformers and vLLM read one alone differently"
             )
 
     def padded_vocab_size(self, tp: int) -> int:

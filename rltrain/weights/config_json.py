@@ -24,7 +24,7 @@ _IRRELEVANT = _names(
     "eos_token_id pad_token_id initializer_range attention_dropout output_router_logits "
     "router_aux_loss_coef auto_map output_attentions output_hidden_states return_dict "
     "attn_implementation _attn_implementation model_type architectures pretraining_tp is_decoder "
-    "chunk_size_feed_forward"
+    "chunk_size_feed_forward quantization_config"
 )
 # With these values (absent is one, too) a field changes nothing, in any family.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,8 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
     "is_encoder_decoder": (False,),
     "pruned_heads": (None, {}),
 }
@@ -204,6 +202,16 @@ def every_nth_layer(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return found
 
 
+def from_layer(fields: Fields, name: str) -> tuple[int, ...]:
+    """The layers with a router where field ``name`` says how many dense ones come first."""
+    first, num_layers = fields.count(name), fields.size("num_hidden_layers")
+    if first >= num_layers:
+        raise ValueError(
+            f"{fields.where}: {name}={first} of {num_layers} layers leaves none with a router"
+        )
+    return tuple(range(first, num_layers))
+
+
 def no_sliding_window(fields: Fields) -> None:
     """Qwen's window acts only with ``use_sliding_window``."""
     fields.only("use_sliding_window", False)
@@ -225,7 +233,8 @@ def rotary(
     if theta is None:
         raise ValueError(f"{fields.where}: field rope_theta is missing")
     fields.ignore(*_ROTARY_FIELDS)
-    fraction = found.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor", 1.0)
+    beside = fields.get("partial_rotary_factor", 1.0)  # transformers 5 writes it in both places
+    fraction = found.pop("partial_rotary_factor", None) or beside
     if fraction != 1 and not partial_rotary:
         raise ValueError(
             f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1"

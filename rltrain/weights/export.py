@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
+from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.journal import Journal
 from rltrain.weights.layout import Parameter
 from rltrain.weights.manifest import MANIFEST, entry_of
 from rltrain.weights.mapping import disassemble
+from rltrain.weights.mtp import with_copies
 from rltrain.weights.placement import Grid
 from rltrain.weights.safetensors_file import (
     TensorSpec,
@@ -38,15 +40,21 @@ def export_huggingface(
     mesh: Grid,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = GIB,
+    *,
+    fp8: bool = False,
 ) -> None:
     """Writes the weights of ``chunks`` in ``dtype`` to the new folder ``path``.
+
+    With ``fp8`` the matrices are in FP8 blocks, as DeepSeek-V3 is published.
 
     Collective: every rank calls it, global rank 0 writes. Configuration and tokenizer are copied
     from ``source``, the folder that the model came from. The folder is written beside and renamed,
     so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
     ``ValueError`` when ``path`` exists.
     """
-    tensors = full_tensors(chunks, arch, mesh, dtype)
+    tensors = with_copies(full_tensors(chunks, arch, mesh, dtype), arch)
+    if fp8:
+        tensors = in_fp8(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -58,7 +66,7 @@ def export_huggingface(
     partial.mkdir(parents=True)
     try:
         write_safetensors(partial, tensors, max_shard_bytes)
-        copy_the_rest(Path(source).expanduser(), partial, dtype)
+        copy_the_rest(Path(source).expanduser(), partial, arch, dtype, fp8=fp8)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -113,8 +121,10 @@ class StoredWeights:
         return torch.float32 if parameter.rule.kind == "buffer" else self.dtype
 
     def specs(self, parameter: Parameter) -> list[TensorSpec]:
+        """Of what `read` gives."""
         dtype = self.dtype_of(parameter)
-        return [TensorSpec(t.name, dtype, t.shape) for t in parameter.tensors]
+        shapes = with_copies([(t.name, t.shape) for t in parameter.tensors], self.arch)
+        return [TensorSpec(name, dtype, shape) for name, shape in shapes]
 
     def read(self, parameter: Parameter) -> list[tuple[str, Tensor]]:
         chunks = [self.reader.read(chunk) for chunk in self.stored.chunks[parameter.name]]
@@ -122,7 +132,8 @@ class StoredWeights:
         dims = len(parameter.tensors[0].shape)
         rows = [chunk.reshape(chunk.shape[chunk.ndim - dims :]) for chunk in chunks]
         whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return disassemble(parameter, [whole.to(self.dtype_of(parameter))], self.arch)
+        named = disassemble(parameter, [whole.to(self.dtype_of(parameter))], self.arch)
+        return list(with_copies(named, self.arch))
 
 
 def export_checkpoint(
@@ -162,7 +173,7 @@ def export_checkpoint(
             with journal.part(name) as part:
                 write_tensors(part, specs[number], _read(weights, shards[number], progress))
         write_index(journal.folder, specs)
-        copy_the_rest(config, journal.folder, weights.dtype_of(owned(arch)[0]))
+        copy_the_rest(config, journal.folder, arch, weights.dtype_of(owned(arch)[0]))
         journal.finish(with_manifest=False)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rltrain.weights.architecture import Architecture
@@ -70,13 +71,15 @@ def import_huggingface(
         notes = ((Path(part["name"]).name, part["notes"]) for part in journal.parts)
         write_metadata(folder, notes, stored.content)
         (journal.folder / HUGGINGFACE).mkdir(exist_ok=True)
-        copy_the_rest(source, journal.folder / HUGGINGFACE, None)
+        first = journal.parts[1]["notes"][0][-1]
+        dtype = getattr(torch, first["dtype"])
+        copy_the_rest(source, journal.folder / HUGGINGFACE, arch, dtype)
         journal.finish(with_manifest=True)
 
 
 def _identity(source: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     """Changes when the folder does, as far as can be told without reading all of it."""
-    files = sorted(set(checkpoint.files.values()))
+    files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
     return {
         "config": entry_of(source / "config.json"),
         "files": {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files},

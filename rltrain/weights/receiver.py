@@ -14,13 +14,14 @@ A sync that fails leaves the engine with half-loaded weights: end the run or sta
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -29,6 +30,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
@@ -38,6 +41,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.digest import model_digest
+from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
+from rltrain.weights.families import read_architecture
+from rltrain.weights.load import read_tensors
+from rltrain.weights.mtp import is_left_out
 from rltrain.weights.transport import Bucket, TensorEntry, read_bucket
 
 BACKEND = "rltrain_shm"
@@ -92,6 +99,29 @@ class ReceiverExtension:
         return model_digest(self.model_runner.get_model())
 
 
+@register_model_loader(LOAD_FORMAT)
+class FolderLoader(BaseModelLoader):
+    """Loads a folder that stores its weights otherwise than the engine is to hold them.
+
+    They are what a weight sync of the same values would bring. ``hf_overrides`` has told vLLM the
+    ``quantization_config`` to build the model for.
+    """
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """The folder is a local one."""
+
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        arch = read_architecture(model_config.model)
+        device = next(model.parameters()).device
+        read = read_tensors(model_config.model, arch, model_config.dtype)
+        tensors = ((name, tensor.to(device)) for name, tensor in read)
+        model.load_weights(in_fp8(tensors, arch) if holds_fp8(model_config) else tensors)
+
+
+def holds_fp8(model_config: ModelConfig) -> bool:
+    return getattr(model_config.hf_config, "quantization_config", None) is not None
+
+
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
     """Shared memory needs no rendezvous."""
@@ -122,7 +152,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        self._reads_otherwise = vllm_config.load_config.load_format == LOAD_FORMAT
         self._received: set[str] = set()
+        self._tied = tied_modules(model)
         self._next_bucket = 0
         self._is_last_loaded = False
         self._is_half_loaded = False
@@ -177,6 +209,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             )
         self._check_complete()
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # Nothing was loaded into these, so vLLM leaves the copies that it packed of the old.
+            for module in self._tied:
+                module.quant_method.process_weights_after_loading(module)
         self._is_half_loaded = False
 
     def shutdown(self) -> None:
@@ -189,12 +225,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def _check_complete(self) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
-        unfilled = unfilled_modules(self.model)
-        required = checkpoint_names(Path(self.model_config.model))
+        unfilled = unfilled_modules(self.model, self._tied)
+        required: set[str] = set(self._checkpoint_names())
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
+        # The engine has no layers that predict further tokens: they may be sent or not.
+        arch = read_architecture(self.model_config.model, "skip")
+        required, received = (
+            {name for name in names if not is_left_out(name, arch)}
+            for names in (required, self._received)
+        )
         # The names tell only where sender and checkpoint call tensors the same.
-        missing = required - self._received if self._received <= required else frozenset()
+        missing = required - received if received <= required else set()
         if unfilled or missing:
             raise ValueError(
                 f"weight sync is incomplete: received {len(self._received)} tensors, missing "
@@ -202,21 +244,49 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 f"not filled: {unfilled[:8]}. Send every tensor of the checkpoint, to a new engine"
             )
 
+    def _checkpoint_names(self) -> frozenset[str]:
+        folder = self.model_config.model
+        if self._reads_otherwise:
+            return sent_names(read_architecture(folder), fp8=holds_fp8(self.model_config))
+        return checkpoint_names(Path(folder))
 
-def unfilled_modules(model: torch.nn.Module) -> list[str]:
+
+def tied_modules(model: torch.nn.Module) -> list[Any]:
+    """Modules whose parameters are those of modules before them, like a tied output head."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if own and own <= seen:
+            tied.append(module)
+        seen |= own
+    return tied
+
+
+def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) -> list[str]:
     """Modules of a model under layerwise reload that got fewer elements than their parameters hold.
 
-    Returns: ``name (received of needed elements)``.
+    Those in ``tied`` get none of their own. Returns: ``name (received of needed elements)``.
     """
     unfilled = []
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
-        if not info.can_load():  # complete, and already processed
+        # One that cannot load is complete, and already processed.
+        if not info.can_load() or module in tied:
             continue
-        needed = sum(p.numel() for p in module.parameters(recurse=False)) - _padding(module)
+        needed = sum(
+            parameter.numel()
+            for name, parameter in module.named_parameters(recurse=False)
+            if name not in _KV_CACHE_SCALES
+        ) - _padding(module)
         if info.load_numel < needed:
             unfilled.append(f"{name} ({info.load_numel} of {needed} elements)")
     return unfilled
+
+
+# An attention layer has these under an FP8 quantization_config. No checkpoint of ours does, and
+# vLLM takes 1 for them then.
+_KV_CACHE_SCALES = {"q_scale", "k_scale", "v_scale", "prob_scale"}
 
 
 def checkpoint_names(folder: Path) -> frozenset[str]:

@@ -17,11 +17,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rltrain.weights.load import INDEX, SINGLE
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.engine_fp8 import fp8_config
+from rltrain.weights.files import INDEX, SINGLE
+from rltrain.weights.mtp import MTP_FIELDS
 from rltrain.weights.transport import tensor_bytes
 
 _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 @dataclass(frozen=True)
@@ -82,16 +90,28 @@ def write_index(folder: Path, shards: Sequence[Sequence[TensorSpec]]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def copy_the_rest(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Configuration and tokenizer of ``source``; ``dtype`` is what the configuration will name."""
+def copy_the_rest(
+    source: Path, folder: Path, arch: Architecture, dtype: torch.dtype, *, fp8: bool = False
+) -> None:
+    """Configuration and tokenizer of ``source``, for weights of ``arch`` in ``dtype``."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
-    if dtype is None:
-        return
-    config = json.loads((source / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key) != name:
-        config[key] = name
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    given = json.loads((source / "config.json").read_text())
+    written = _config(given, arch, dtype, fp8=fp8)
+    if written != given:
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _config(
+    given: dict[str, Any], arch: Architecture, dtype: torch.dtype, *, fp8: bool
+) -> dict[str, Any]:
+    """The source's, where it says how weights are stored and which there are, made true."""
+    written = {n: value for n, value in given.items() if n != "quantization_config"}
+    key = "torch_dtype" if "torch_dtype" in given else "dtype"
+    written[key] = str(dtype).removeprefix("torch.")
+    for name in given.keys() & set(MTP_FIELDS):
+        written[name] = arch.mtp_layers  # what was skipped is not in the exported folder
+    if fp8:
+        written["quantization_config"] = fp8_config(arch)
+    return written

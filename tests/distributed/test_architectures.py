@@ -195,18 +195,21 @@ def check_names(mesh: Any) -> None:
 
 
 def routing_rule(hidden: Any, weight: Any, bias: Any, arch: Architecture) -> Any:
-    """DeepSeek-V3's, token by token, from its report: weight of every expert, 0 if not chosen."""
+    """DeepSeek's, token by token, from its reports: weight of every expert, 0 if not chosen."""
     result = np.zeros((len(hidden), arch.num_experts))
     per_group = arch.num_experts // arch.num_groups
     for token, x in enumerate(hidden):
-        scores = 1 / (1 + np.exp(-weight @ x))
+        softmax = arch.score_function == "softmax"  # V2
+        logits = weight @ x
+        scores = np.exp(logits) / np.exp(logits).sum() if softmax else 1 / (1 + np.exp(-logits))
         biased = scores + bias
         groups = [range(g * per_group, (g + 1) * per_group) for g in range(arch.num_groups)]
-        best_two = [sum(sorted((biased[e] for e in group), reverse=True)[:2]) for group in groups]
-        allowed = sorted(range(arch.num_groups), key=lambda g: -best_two[g])
+        best = 1 if softmax else 2
+        of_group = [sum(sorted(biased[list(group)])[-best:]) for group in groups]
+        allowed = sorted(range(arch.num_groups), key=lambda g: -of_group[g])
         eligible = [e for g in allowed[: arch.groups_per_token] for e in groups[g]]
         chosen = sorted(eligible, key=lambda e: -biased[e])[: arch.experts_per_token]
-        total = sum(scores[e] for e in chosen)
+        total = 1 if softmax else sum(scores[e] for e in chosen)
         for e in chosen:
             result[token, e] = arch.routed_scaling * scores[e] / total
     return result
@@ -222,6 +225,8 @@ def check_routing_rule(mesh: Any) -> None:
         replace(DEEPSEEK_LIKE, num_groups=1, groups_per_token=1),
         replace(DEEPSEEK_LIKE, routed_scaling=1.0),
         replace(DEEPSEEK_LIKE, num_groups=2, groups_per_token=1, experts_per_token=2),
+        replace(DEEPSEEK_LIKE, groups_per_token=3),
+        replace(DEEPSEEK_LIKE, score_function="softmax", expert_bias=False, norm_topk_prob=False),
     ]
     hidden = torch.randn(200, 1, 32, generator=torch.Generator().manual_seed(3))
     choices = []
@@ -281,15 +286,16 @@ def latent_attention(x: Tensor, tensors: dict[str, Tensor], arch: Architecture) 
 def check_latent_attention(mesh: Any) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    [chunk] = build(mesh, LATENT, ddp=False)
-    tensors = {t.name: seeded(t) for p in parameters(LATENT) for t in p.tensors}
+    arch = replace(LATENT, rotary_scaling=None)  # with YaRN: test_families, against transformers
+    [chunk] = build(mesh, arch, ddp=False)
+    tensors = {t.name: seeded(t) for p in parameters(arch) for t in p.tensors}
     hidden = torch.randn(12, 1, 32, generator=torch.Generator().manual_seed(6))
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     packed = PackedSeqParams("thd", ends, ends, None, None, 7, 7)
     attention: Any = chunk.decoder.layers[0].self_attention
     found, _ = attention(hidden, None, packed_seq_params=packed)
     expected = torch.cat(
-        [latent_attention(x, tensors, LATENT) for x in hidden[:, 0].double().split([5, 7])]
+        [latent_attention(x, tensors, arch) for x in hidden[:, 0].double().split([5, 7])]
     )
     torch.testing.assert_close(found[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
 

@@ -1,5 +1,6 @@
 """Every family against transformers, on one rank and on two, forward, backward, in and out."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.weights.families import FAMILIES, read_architecture
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward, sequences
-from tests.distributed.tiny_families import TINY, VOCABULARY, load, save
+from tests.distributed.tiny_families import SIZES, TINY, VOCABULARY, load, save
 
 pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
@@ -70,6 +71,11 @@ def run_one(rank: int, root: Path, name: str, layout: str) -> None:
         save_file(gradients, folder / f"{layout}.gradients.safetensors")
     if parallel.world_size == 1:
         export_huggingface(folder / "exported", folder / "model", chunks, arch, mesh)
+        if arch.mtp_layers:
+            arch = read_architecture(folder / "model", "skip")
+            chunks = build_model(arch, policy, mesh, device=CPU, routing_replay=False, ddp=False)
+            load_huggingface(folder / "model", chunks, arch, mesh)
+            export_huggingface(folder / "without MTP", folder / "model", chunks, arch, mesh)
     destroy_mesh()
 
 
@@ -117,13 +123,26 @@ def test_import_then_export_is_bitwise_and_loads_in_transformers(
     loaded, info = AutoModelForCausalLM.from_pretrained(
         root / name / "exported", dtype="auto", output_loading_info=True
     )
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(info[kind] for kind in ("missing_keys", "mismatched_keys"))
+    behind = f"model.layers.{loaded.config.num_hidden_layers}."  # transformers has no MTP layers
+    assert all(name.startswith(behind) for name in info["unexpected_keys"])
     expected = load_file(root / name / "logits.safetensors")
     with torch.no_grad():
         found = [loaded.eval()(tokens[None]).logits[0] for tokens in sequences(VOCABULARY)]
     by_number = {str(i): logits for i, logits in enumerate(found)}
     assert max(errors(by_number, expected).values()) < 1e-5  # other kernels without gradients
     measured[name]["export"] = "bitwise"
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name.endswith("MTP")])
+def test_skipped_mtp_layers_are_in_no_export(root: Path, name: str) -> None:
+    original, exported = (load(root / name / folder) for folder in ("model", "without MTP"))
+    left_out = {n for n in original if n.startswith(f"model.layers.{SIZES['num_hidden_layers']}.")}
+    assert left_out and exported.keys() == original.keys() - left_out
+    assert all(torch.equal(x, original[n]) for n, x in exported.items())
+    for folder, layers in (("exported", 1), ("without MTP", 0)):
+        config = json.loads((root / name / folder / "config.json").read_text())
+        assert config["num_nextn_predict_layers"] == layers
 
 
 def test_every_family_is_tried() -> None:

@@ -1,6 +1,7 @@
 """A random tiny model of every family, as transformers makes it, and what transformers computes."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -91,6 +98,74 @@ def _qwen3_moe() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(config)
 
 
+# Values and keys differ in size, and no rank of a latent is that of another.
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 512,  # with the rotary part the only ones that vLLM's MLA takes on CPU
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+BIASED = {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+# Half of the positions of a sequence lie beyond what the model was first trained on.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 0.5,
+    "beta_slow": 0.05,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+def _deepseek_v2(**changes: Any) -> PreTrainedModel:
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(**{**SIZES, **LATENT, **experts, **groups, **changes})
+    )
+
+
+def _deepseek_v2_lite() -> PreTrainedModel:
+    return _deepseek_v2(q_lora_rank=None, rope_parameters={**YARN})
+
+
+def _deepseek_v2_in_groups() -> PreTrainedModel:
+    # Megatron would score a group by its two best experts.
+    limits = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    return _deepseek_v2(**limits, routed_scaling_factor=16.0)
+
+
+def _deepseek_v3(**changes: Any) -> PreTrainedModel:
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2}
+    method = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM asks for them
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(**{**SIZES, **LATENT, **BIASED, **groups, **method, **changes})
+    )
+
+
+def _deepseek_v3_with_mtp() -> PreTrainedModel:
+    # Megatron would score a group by its best expert.
+    return _deepseek_v3(topk_group=3, rope_parameters={**YARN, "mscale_all_dim": 1.0})
+
+
+def _moonlight() -> PreTrainedModel:
+    return _deepseek_v3(q_lora_rank=None, n_group=1, topk_group=1, num_nextn_predict_layers=0)
+
+
+def _glm4_moe(**changes: Any) -> PreTrainedModel:
+    settings = {**SIZES, **HEADS, **BIASED, "attention_bias": True, "use_qk_norm": True}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**{**settings, **changes}))
+
+
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
     "llama, llama3 rope, tied": _llama3,
@@ -100,6 +175,13 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2_lite,
+    "deepseek_v2, in groups": _deepseek_v2_in_groups,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3, MTP": _deepseek_v3_with_mtp,
+    "deepseek_v3, Moonlight": _moonlight,
+    "glm4_moe, MTP": _glm4_moe,
+    "glm4_moe, Air": partial(_glm4_moe, use_qk_norm=False),
 }
 """A family, perhaps with what is special about this model of it -> the model."""
 
@@ -129,6 +211,8 @@ def save(name: str, folder: Path) -> None:
     """
     model = make(name)
     model.save_pretrained(folder / "model")
+    if name.endswith("MTP"):
+        add_mtp_layer(folder / "model")
     logits = [model(tokens[None]).logits[0] for tokens in sequences(VOCABULARY)]
     save_file({str(i): x.detach() for i, x in enumerate(logits)}, folder / "logits.safetensors")
     denominator = sum(LENGTHS) - len(LENGTHS)
@@ -139,7 +223,28 @@ def save(name: str, folder: Path) -> None:
     for parameter in model.parameters():
         gradient = parameter.grad
         parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
-    model.save_pretrained(folder / "gradients")
+    model.save_pretrained(folder / "gradients", state_dict=dict(model.named_parameters()))
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """A layer like the last one and what else published checkpoints have behind it.
+
+    transformers has no class for it; it reads the file and leaves these tensors out.
+    """
+    tensors = load(folder)
+    layers, size = SIZES["num_hidden_layers"], SIZES["hidden_size"]
+    last, new = (f"model.layers.{layer}." for layer in (layers - 1, layers))
+    found = {
+        new + name.removeprefix(last): torch.rand_like(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        found[f"{new}{name}.weight"] = torch.rand(size)
+    found[f"{new}eh_proj.weight"] = torch.rand(size, 2 * size)
+    found[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    found[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load(folder: Path) -> dict[str, Tensor]:

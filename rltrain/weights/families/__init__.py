@@ -8,25 +8,42 @@ from typing import Any
 
 from rltrain.weights.architecture import Architecture, FamilyName
 from rltrain.weights.config_json import Fields, read_json
-from rltrain.weights.families.deepseek import DEEPSEEK_V3
+from rltrain.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from rltrain.weights.families.family import Family
+from rltrain.weights.families.glm import GLM4_MOE
 from rltrain.weights.families.llama import LLAMA
 from rltrain.weights.families.mixtral import MIXTRAL
 from rltrain.weights.families.olmoe import OLMOE
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
 from rltrain.weights.layout import Parameter, expand
+from rltrain.weights.mtp import MTP, settled
+from rltrain.weights.quantization import quantization
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family
-    for family in (LLAMA, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, MIXTRAL, OLMOE, DEEPSEEK_V3)
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_MOE,
+        MIXTRAL,
+        OLMOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM4_MOE,
+    )
 }
 
 
-def read_architecture(path: str | Path) -> Architecture:
-    """The architecture of the model in folder ``path``; ``ValueError`` when it is not supported."""
+def read_architecture(path: str | Path, mtp: MTP = "hold") -> Architecture:
+    """The architecture of the model in folder ``path``; ``ValueError`` when it is not supported.
+
+    With ``mtp="skip"`` it has no layers that predict further tokens, whatever the folder has.
+    """
     config, file = read_json(path)
-    return architecture_from_config(config, str(file))
+    return settled(architecture_from_config(config, str(file)), file.parent, mtp)
 
 
 def architecture_from_config(config: Mapping[str, Any], where: str) -> Architecture:
@@ -35,6 +52,7 @@ def architecture_from_config(config: Mapping[str, Any], where: str) -> Architect
     fields = Fields(config, where)
     settings = family.read(fields)
     fields.refuse_unread(family.name)
+    quantization(config, where)  # not a part of the architecture, but readable it must be
     try:
         return Architecture(family=family.name, **settings)
     except ValueError as error:

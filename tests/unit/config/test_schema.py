@@ -63,6 +63,11 @@ IMPOSSIBLE = [
     ),
     ({"rollout.top_p": 0.9}, "top_p=0.9", "sampling matches training"),
     ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),
+    (
+        {"rollout.quantization": "fp8", "rollout.dtype": "float32"},
+        "found dtype=float32",
+        "fp8 weights multiply in bf16",
+    ),
     ({"rollout.engine_args": {"seed": 1}}, "seed", "engine args leave our own alone"),
     ({"routing_replay.mode": "r3", "routing_replay.capture": False}, "capture", "r3 needs capture"),
     ({"routing_replay.fallback": "live"}, "fallback=live", "only replayed rows fall back"),

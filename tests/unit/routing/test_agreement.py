@@ -114,38 +114,55 @@ def test_last_rows() -> None:
     assert last_rows(torch.tensor([2, 1, 3])).tolist() == [False, True, True, False, False, True]
 
 
-@given(st.integers(0, 10**6), st.sampled_from([(1, None, None), (3, None, None), (4, 4, 2)]))
+# experts of a token, groups, groups of a token, best experts that score a group
+LIMITS = [(1, None, None, 2), (3, None, None, 2), (4, 4, 2, 2), (6, 4, 3, 1)]
+
+
+@given(st.integers(0, 10**6), st.sampled_from(LIMITS))
+@example(247, LIMITS[3])
 def test_a_choice_stays_while_scores_move_by_less_than_half_the_margin(
-    seed: int, limits: tuple[int, int | None, int | None]
+    seed: int, limits: tuple[int, int | None, int | None, int]
 ) -> None:
     """And changes when the two scores, or groups of scores, at its edge move by more."""
-    k, groups, kept = limits
     g = torch.Generator().manual_seed(seed)
     scores = torch.rand(5, 16, generator=g)
     margin = choice_margin(scores, *limits)
     assert (margin > 0).all()
-    chosen = chosen_experts(scores, k, groups, kept)
+    chosen = chosen_experts(scores, *limits)
     sign = torch.where(torch.rand(5, 16, generator=g) < 0.5, 1.0, -1.0)
     moved = scores + 0.49 * margin.unsqueeze(1) * sign
-    assert chosen_experts(moved, k, groups, kept) == chosen
+    assert chosen_experts(moved, *limits) == chosen
     # Against the choice: what was chosen goes down, the rest goes up, by a little more.
     for row in range(5):
+        if not gives_an_expert(chosen[row], scores[row], *limits[1:]):
+            continue
         against = torch.ones(16)
         against[list(chosen[row])] = -1.0
         flipped = [
-            chosen_experts((scores[row] + x * margin[row])[None], k, groups, kept)[0] != chosen[row]
-            for x in moves(against, scores[row], chosen[row], groups, kept)
+            chosen_experts((scores[row] + x * margin[row])[None], *limits)[0] != chosen[row]
+            for x in moves(against, scores[row], *limits[1:])
         ]
         assert any(flipped)
 
 
+def gives_an_expert(
+    chosen: set[int], row: torch.Tensor, groups: int | None, kept: int | None, best_of: int
+) -> bool:
+    """Whether the last group that is kept has a chosen expert; without one it may be any."""
+    if not groups or not kept:
+        return True
+    size = 16 // groups
+    last = row.view(groups, -1).topk(best_of).values.sum(1).topk(kept).indices[-1]
+    return any(expert // size == last for expert in chosen)
+
+
 def moves(
-    against: torch.Tensor, row: torch.Tensor, chosen: set[int], groups: int | None, kept: int | None
+    against: torch.Tensor, row: torch.Tensor, groups: int | None, kept: int | None, best_of: int
 ) -> list[torch.Tensor]:
     """By 0.51 each: of every expert, and of every pair of a group kept and a group passed over."""
     found = [0.51 * against]
     if groups and kept:
-        best = row.view(groups, -1).topk(2).values.sum(1).topk(kept).indices.tolist()
+        best = row.view(groups, -1).topk(best_of).values.sum(1).topk(kept).indices.tolist()
         for down in best:
             for up in set(range(groups)) - set(best):
                 move = torch.zeros(groups, 16 // groups)
@@ -158,15 +175,15 @@ def moves(
 
 
 def chosen_experts(
-    scores: torch.Tensor, k: int, groups: int | None, kept: int | None
+    scores: torch.Tensor, k: int, groups: int | None, kept: int | None, best_of: int
 ) -> list[set[int]]:
-    """As Megatron's ``group_limited_topk``, row by row."""
+    """From the groups whose ``best_of`` best experts score most, row by row."""
     found = []
     for row in scores.tolist():
         allowed = range(16)
         if groups and kept:
             size = 16 // groups
-            of = [sorted(row[i * size : (i + 1) * size])[-(k // kept) :] for i in range(groups)]
+            of = [sorted(row[i * size : (i + 1) * size])[-best_of:] for i in range(groups)]
             best = sorted(range(groups), key=lambda i: -sum(of[i]))[:kept]
             allowed = [e for e in range(16) if e // size in best]
         found.append(set(sorted(allowed, key=lambda e: -row[e])[:k]))

@@ -168,13 +168,12 @@ def test_the_bias_is_a_buffer_and_megatrons_other_buffers_are_not_held():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"score_function": "softmax"}, "need score_function='sigmoid'"),
-        ({"score_function": "softmax", "expert_bias": False}, "need score_function='sigmoid'"),
+        ({"score_function": "softmax"}, "needs score_function='sigmoid'"),
         ({"norm_topk_prob": False}, "needs norm_topk_prob=True"),
         ({"num_groups": 3}, "num_groups=3 must divide num_experts=8"),
         ({"groups_per_token": 5}, "at least groups_per_token=5"),
-        ({"groups_per_token": 1}, "only where the quotient is 2"),
-        ({"experts_per_token": 1}, "only where the quotient is 2"),
+        ({"groups_per_token": 1}, "2 experts have no experts_per_token=4"),
+        ({"num_groups": 8, "groups_per_token": 4}, "no two experts to score a group"),
         ({"num_kv_heads": 2}, "num_kv_heads=2 must be num_heads=4"),
         ({"head_dim": 4}, "head_dim=4 must be qk_head_dim=6"),
     ],
