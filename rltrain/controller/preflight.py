@@ -6,6 +6,7 @@ Each check raises ``ValueError`` with what was expected, what was found and what
 import os
 import re
 import tempfile
+from dataclasses import replace
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
+from rltrain.config.model import ModelConfig
 from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
 from rltrain.controller.engine_guards import (
@@ -22,8 +24,10 @@ from rltrain.controller.engine_guards import (
 )
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
+from rltrain.weights import manifest
 from rltrain.weights.families import read_architecture
 from rltrain.weights.mtp import MTP
+from rltrain.weights.stored import HUGGINGFACE
 
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
@@ -50,6 +54,7 @@ def preflight(config: Config) -> None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
     if config.model.path is not None:
         check_weights(config.model.path, config.model.mtp)
+    check_imported(config.model)
     check_output(config)
 
 
@@ -151,6 +156,23 @@ def check_weights(path: str, mtp: MTP = "hold") -> None:
     from rltrain.weights.load import open_checkpoint
 
     open_checkpoint(path, read_architecture(path, mtp))
+
+
+def check_imported(model: ModelConfig) -> None:
+    """The imported checkpoint is whole, and of the model in ``path``; then it may be opened."""
+    if model.weights is None or model.path is None:
+        return
+    weights = Path(model.weights).expanduser()
+    manifest.check(weights)
+    found, expected = (
+        replace(read_architecture(folder, model.mtp), skipped_mtp_layers=0)
+        for folder in (weights / HUGGINGFACE, model.path)
+    )
+    if found != expected:
+        raise ValueError(
+            f"model.weights={weights}: expected what rltrain import made of "
+            f"model.path={model.path}, found the weights of another architecture"
+        )
 
 
 def check_data(config: Config) -> None:

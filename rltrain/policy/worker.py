@@ -7,6 +7,7 @@ object store, R2's from its own log-probability pass.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from rltrain.weights.export import export_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
+from rltrain.weights.stored import POLICY
 from rltrain.weights.transport import BucketWriter
 
 
@@ -79,7 +81,11 @@ class PolicyWorker:
             ddp=ddp,
             freeze_router=self.config.optimizer.freeze_router,
         )
-        load_huggingface(self.model_path, chunks, self.arch, self.mesh)
+        if (weights := self.config.model.weights) is None:
+            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
+        else:
+            folder = Path(weights).expanduser() / POLICY
+            checkpoint.load_weights(str(folder), chunks, self.mesh)
         return chunks
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:

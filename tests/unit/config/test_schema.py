@@ -37,6 +37,7 @@ IMPOSSIBLE = [
         "router_lr",
         "a frozen router has no lr",
     ),
+    ({"model.weights": "imported"}, "weights=imported", "weights need their path"),
     ({"data.source": "jsonl"}, "data.path", "file sources have a path"),
     ({"data.path": "x.jsonl"}, "path=x.jsonl", "generated sources read no file"),
     ({"data.eval_path": "x.jsonl"}, "eval_path=x.jsonl", "generated sources read no file"),

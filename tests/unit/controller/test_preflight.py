@@ -20,6 +20,7 @@ from rltrain.controller.preflight import (
     read_sizes,
 )
 from rltrain.main import compose, main, start_folder
+from rltrain.weights import manifest
 
 ROOT = Path(__file__).parents[3]
 MOE = Sizes(
@@ -197,3 +198,22 @@ def test_the_checks_import_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_imported_weights_are_whole_and_of_the_model(tmp_path: Path) -> None:
+    model, weights = tmp_path / "model", tmp_path / "weights"
+    for folder in (model, weights / "huggingface"):
+        folder.mkdir(parents=True)
+        save_dense_model(folder)
+    config = Config.model_validate({"model": {"path": str(model), "weights": str(weights)}}).model
+    with pytest.raises(ValueError, match=r"expected manifest\.json beside"):
+        check_imported(config)
+    manifest.write(weights)
+    check_imported(config)
+    changed = json.loads((model / "config.json").read_text()) | {"vocab_size": 7}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="found the weights of another architecture"):
+        check_imported(config)
+    (weights / "huggingface" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"its content is not what manifest\.json says"):
+        check_imported(config)
