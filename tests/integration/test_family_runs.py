@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
-from tests.distributed.tiny_families import TINY, make
+from tests.distributed.tiny_families import WITH_EXPERTS, make
 
 pytestmark = [
     pytest.mark.integration,
@@ -27,7 +27,7 @@ def folder_of(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if "moe" in name])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_two_steps_with_r3(
     name: str, start: Any, tmp_path: Path, measured: dict[str, dict[str, Any]]
 ) -> None:
