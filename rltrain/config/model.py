@@ -36,6 +36,10 @@ class TinyModel(Section):
     seed: int = 0
     warm_start: WarmStart = WarmStart()
 
+    @property
+    def max_positions(self) -> int:
+        return 2048
+
     @model_validator(mode="after")
     def kv_heads_divide_heads(self) -> Self:
         if self.num_heads % self.num_kv_heads:
@@ -57,9 +61,20 @@ class TinyModel(Section):
 class ModelConfig(Section):
     path: str | None = None
     """A local Hugging Face folder. Null builds the tiny model, warm-starts it and caches both."""
+    weights: str | None = None
+    """A checkpoint that `rltrain import` made of `path`; null reads the weights from `path`."""
     tiny: TinyModel = TinyModel()
     cache_dir: str = "~/.cache/rltrain"
     trust_remote_code: bool = False
     mtp: Literal["hold", "skip"] = "hold"
     """Layers that predict further tokens: held frozen and exported again, or skipped, which saves
     their memory and leaves them out of exports. They are not trained (docs/adr/0008-mtp.md)."""
+
+    @model_validator(mode="after")
+    def weights_need_their_path(self) -> Self:
+        if self.weights is not None and self.path is None:
+            raise ValueError(
+                f"weights={self.weights} needs path, the Hugging Face folder it was made of: the "
+                "engines start from that, and configuration and tokenizer are read there"
+            )
+        return self

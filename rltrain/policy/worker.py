@@ -7,6 +7,7 @@ object store, R2's from its own log-probability pass.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,10 +28,12 @@ from rltrain.policy.routes import fetch_routes
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
+from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import export_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
+from rltrain.weights.stored import POLICY
 from rltrain.weights.transport import BucketWriter
 
 
@@ -78,7 +81,11 @@ class PolicyWorker:
             ddp=ddp,
             freeze_router=self.config.optimizer.freeze_router,
         )
-        load_huggingface(self.model_path, chunks, self.arch, self.mesh)
+        if (weights := self.config.model.weights) is None:
+            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
+        else:
+            folder = Path(weights).expanduser() / POLICY
+            checkpoint.load_weights(str(folder), chunks, self.mesh)
         return chunks
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
@@ -253,6 +260,8 @@ class PolicyWorker:
     def begin_weight_stream(self, dtype: str) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype."""
         tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
+        if self.config.rollout.quantization == "fp8":
+            tensors = in_fp8(tensors, self.arch)
         self._writer = BucketWriter(tensors, write=self.mesh.rank == 0)
 
     def next_weight_bucket(self) -> Any:
@@ -264,6 +273,20 @@ class PolicyWorker:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
         export_huggingface(
             path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype)
+        )
+
+    def export_for_engine(self, path: str) -> None:
+        """As `export`, the weights as an engine is to hold them after a sync."""
+        fp8 = self.config.rollout.quantization == "fp8"
+        export_huggingface(
+            path,
+            self.model_path,
+            self.chunks,
+            self.arch,
+            self.mesh,
+            # What is quantised is what a sync casts to the engine's dtype.
+            torch.bfloat16 if fp8 else torch.float32,
+            fp8=fp8,
         )
 
     # Checkpoints
