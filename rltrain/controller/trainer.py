@@ -233,7 +233,7 @@ def run(config: Config) -> None:
         )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
         if config.rollout.quantization == "fp8":
-            arch = read_architecture(given or build_random_model(config.model))
+            arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
             check_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)

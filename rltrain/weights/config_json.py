@@ -250,7 +250,7 @@ def rotary(
 
 def _scaling(kind: str, given: dict[str, Any], fields: Fields) -> Llama3Rotary | Yarn | None:
     names = {"original_max_position_embeddings": "original_max_positions"}
-    settings = {names.get(name, name): value for name, value in given.items()}
+    settings = {names.get(name, name): value for name, value in given.items() if value is not None}
     kinds: dict[str, type[Llama3Rotary | Yarn] | None] = {
         "default": None,
         "llama3": Llama3Rotary,

@@ -50,7 +50,7 @@ def fp8_config(arch: Architecture) -> dict[str, Any]:
 
 def sent_names(arch: Architecture, *, fp8: bool) -> frozenset[str]:
     """The names of all tensors of a weight sync."""
-    names = {t.name for p in parameters(arch) if not p.copy for t in p.tensors}
+    names = {t.sent_as for p in parameters(arch) if not p.copy for t in p.tensors}
     scales = {f"{t.name}_scale_inv" for t in _matrices(arch) if is_quantized(t)}
     return frozenset(names | scales if fp8 else names)
 
@@ -60,8 +60,8 @@ def in_fp8(
 ) -> Iterator[tuple[str, Tensor]]:
     """The stream ``tensors``, each matrix as its FP8 numbers and ``NAME_scale_inv``.
 
-    What is held at a time is one tensor more than before. The numbers depend on the matrix alone,
-    so every rank and every layout sends the same.
+    Besides, a few copies of one matrix in fp32 are held at a time. The numbers depend on the matrix
+    alone, so every rank and every layout sends the same.
     """
     quantized = {tensor.name for tensor in _matrices(arch) if is_quantized(tensor)}
     for name, tensor in tensors:

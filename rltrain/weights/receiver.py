@@ -111,7 +111,7 @@ class FolderLoader(BaseModelLoader):
         """The folder is a local one."""
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
-        arch = read_architecture(model_config.model)
+        arch = read_architecture(model_config.model, "skip")
         device = next(model.parameters()).device
         read = read_tensors(model_config.model, arch, model_config.dtype)
         tensors = ((name, tensor.to(device)) for name, tensor in read)
@@ -226,10 +226,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _check_complete(self) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
         unfilled = unfilled_modules(self.model, self._tied)
-        required: set[str] = set(self._checkpoint_names())
+        required = set(self._checkpoint_names())
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
-        # The engine has no layers that predict further tokens: they may be sent or not.
+        # The engine has no layers that predict further tokens: whether they are sent is all one.
         arch = read_architecture(self.model_config.model, "skip")
         required, received = (
             {name for name in names if not is_left_out(name, arch)}
@@ -247,7 +247,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _checkpoint_names(self) -> frozenset[str]:
         folder = self.model_config.model
         if self._reads_otherwise:
-            return sent_names(read_architecture(folder), fp8=holds_fp8(self.model_config))
+            return sent_names(read_architecture(folder, "skip"), fp8=holds_fp8(self.model_config))
         return checkpoint_names(Path(folder))
 
 

@@ -11,6 +11,7 @@ from rltrain.weights.config_json import Fields, read_json
 from rltrain.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from rltrain.weights.families.family import Family
 from rltrain.weights.families.glm import GLM4_MOE
+from rltrain.weights.families.gpt_oss import GPT_OSS
 from rltrain.weights.families.llama import LLAMA
 from rltrain.weights.families.mixtral import MIXTRAL
 from rltrain.weights.families.olmoe import OLMOE
@@ -33,8 +34,15 @@ FAMILIES: dict[FamilyName, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE,
+        GPT_OSS,
     )
 }
+REFUSED = {
+    "Qwen3NextForCausalLM": "Megatron's gated delta net takes no packed sequences, which every "
+    "pass here is made of (megatron/core/ssm/gated_delta_net.py of megatron-core 0.16.1 raises "
+    "NotImplementedError for them)",
+}
+"""Classes of transformers that are known and cannot be trained, and why."""
 
 
 def read_architecture(path: str | Path, mtp: MTP = "hold") -> Architecture:
@@ -62,6 +70,8 @@ def architecture_from_config(config: Mapping[str, Any], where: str) -> Architect
 def _family(config: Mapping[str, Any], where: str) -> Family:
     named = config.get("architectures") or []
     by_class = {name: family for family in FAMILIES.values() for name in family.classes}
+    if len(named) == 1 and named[0] in REFUSED:
+        raise ValueError(f"{where}: {named[0]} cannot be trained: {REFUSED[named[0]]}")
     if len(named) != 1 or named[0] not in by_class:
         raise ValueError(
             f"{where}: architectures={named!r} is not supported; "
