@@ -56,7 +56,7 @@ def read_tensors(
         if name == tensor.name:
             yield name, checkpoint.read(tensor, 0, 0, tensor.shape[0]).to(kept)
         else:
-            yield name, checkpoint.tensors[name].data[:].to(kept)
+            yield name, checkpoint.tensors[name].data[:].to(kept).contiguous()
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,10 @@ class FolderLoader(BaseModelLoader):
         """The folder is a local one."""
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        config = model_config.hf_config
+        if config.quantization_config is None:
+            # An override cannot take a field away, and vLLM's gpt-oss reads it where it is there.
+            del config.quantization_config
         arch = read_architecture(model_config.model, "skip")
         device = next(model.parameters()).device
         read = read_tensors(model_config.model, arch, model_config.dtype)
