@@ -153,7 +153,7 @@ def test_a_folder_in_fp8_runs_in_bf16_and_is_synced(
     assert generate(engine) == generate(fresh)
 
 
-def test_gpt_oss_in_mxfp4_starts_in_bf16(tmp_path: Path) -> None:
+def test_gpt_oss_in_mxfp4_runs_in_bf16_and_is_synced(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("model", "mxfp4", "plain")}
     make("gpt_oss").to(torch.bfloat16).save_pretrained(folders["model"])
     stored: dict[str, Tensor] = {}
@@ -172,7 +172,10 @@ def test_gpt_oss_in_mxfp4_starts_in_bf16(tmp_path: Path) -> None:
     save(folders["mxfp4"], stored.items(), config | mxfp4)
     save(folders["plain"], tensors_of(folders["mxfp4"]), config)
     engine = engine_on(folders["mxfp4"], **reading_otherwise(None))
-    check_same(digest(engine), digest(engine_on(folders["plain"])))
+    fresh = digest(engine_on(folders["plain"]))
+    check_same(digest(engine), fresh)
+    sync(engine, tensors_of(folders["plain"]))
+    check_same(digest(engine), fresh)
 
 
 def test_an_engine_in_fp8_is_synced_bitwise(
