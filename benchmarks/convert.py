@@ -9,7 +9,7 @@ files behind it; the other two sync what they write. ``check`` is the part of an
 the checkpoint against its manifest. Megatron's start-up, the same for any model, is timed alone.
 
 Memory is that of the converting process: its anonymous pages, sampled every 2 ms, over what
-it held before it opened the source.
+it held before it opened the source. Sampling takes time, so that is a round of its own.
 """
 
 import json
@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -122,16 +123,16 @@ class Silent:
         pass
 
 
-def convert(what: str, root: Path, stored_file: Path, max_file_mib: int) -> None:
-    """In a process of its own: convert, print seconds and peak as JSON."""
-    stored = StoredModel.from_json(stored_file.read_text())
+def convert(what: str, root: Path, max_file_mib: int, sampled: bool) -> None:
+    """In a process of its own: convert, print seconds and, where it is ``sampled``, the peak."""
+    stored = StoredModel.from_json((root / STORED).read_text())
     source = root / "source"
     arch = read_architecture(source)
     torch.set_num_threads(1)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     before = usage.ru_utime + usage.ru_stime
     checked = 0.0
-    with Memory() as memory:
+    with Memory() if sampled else nullcontext() as memory:
         start = time.monotonic()
         if what == "import":
             import_huggingface(
@@ -152,8 +153,8 @@ def convert(what: str, root: Path, stored_file: Path, max_file_mib: int) -> None
         seconds = time.monotonic() - start
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu = usage.ru_utime + usage.ru_stime - before
-    found = {"seconds": seconds, "check": checked, "cpu": cpu, "peak": memory.peak}
-    print(json.dumps(found))
+    peak = memory.peak if memory else 0
+    print(json.dumps({"seconds": seconds, "check": checked, "cpu": cpu, "peak": peak}))
 
 
 def copy(source: Path, target: Path) -> dict[str, float]:
@@ -168,16 +169,17 @@ def copy(source: Path, target: Path) -> dict[str, float]:
     return {"seconds": seconds, "check": 0.0, "cpu": cpu, "peak": 0.0}
 
 
-def in_process(what: str, root: Path, size: Size) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.convert", what, str(root), str(size.max_file_mib)]
+def in_process(what: str, root: Path, size: Size, sampled: bool = False) -> dict[str, float]:
+    arguments = [what, str(root), str(size.max_file_mib), "sampled" if sampled else "timed"]
+    command = [sys.executable, "-m", "benchmarks.convert", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(done.stdout))
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in ("import", "export"):
-        what, root, mib = arguments
-        convert(what, Path(root), Path(root) / STORED, int(mib))
+        what, root, mib, how = arguments
+        convert(what, Path(root), int(mib), how == "sampled")
         return
     values = dict(argument.split("=", 1) for argument in arguments)
     root = Path(values.pop("folder", "/tmp")) / f"rltrain-convert-{os.getpid()}"
@@ -187,6 +189,11 @@ def main(arguments: Sequence[str]) -> None:
         measure(root, size)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def remove(root: Path) -> None:
+    for name in ("copied", "imported", "exported"):
+        shutil.rmtree(root / name, ignore_errors=True)
 
 
 def measure(root: Path, size: Size) -> None:
@@ -199,8 +206,7 @@ def measure(root: Path, size: Size) -> None:
     print(f"{total / MB:,.0f} MB, largest parameter {largest / MB:,.0f} MB")
     rows: dict[str, list[dict[str, float]]] = {"cp": [], "import": [], "export": []}
     for number in range(size.rounds):
-        for name in ("copied", "imported", "exported"):
-            shutil.rmtree(root / name, ignore_errors=True)
+        remove(root)
         os.sync()
         rows["cp"].append(copy(root / "source", root / "copied"))
         shutil.rmtree(root / "copied")
@@ -209,6 +215,8 @@ def measure(root: Path, size: Size) -> None:
             rows[what].append(in_process(what, root, size))
         seconds = {what: round(row[-1]["seconds"], 2) for what, row in rows.items()}
         print(f"round {number}, load {os.getloadavg()[0]:.1f}: {seconds}", flush=True)
+    remove(root)
+    peaks = {what: in_process(what, root, size, sampled=True)["peak"] for what in list(rows)[1:]}
     reference = statistics.median(row["seconds"] for row in rows["cp"])
     print(
         "| what | s | MB/s | of cp | check, s | CPU s | peak, MB |\n|---|---|---|---|---|---|---|"
@@ -217,7 +225,7 @@ def measure(root: Path, size: Size) -> None:
         seconds, check, cpu = (
             statistics.median(r[key] for r in row) for key in ("seconds", "check", "cpu")
         )
-        peak = max(r["peak"] for r in row)
+        peak = peaks.get(what, 0)
         print(
             f"| {what} | {seconds:.2f} | {total / MB / seconds:,.0f} | {reference / seconds:.2f} | "
             f"{check:.2f} | {cpu:.2f} | {peak / MB:,.0f} |"
