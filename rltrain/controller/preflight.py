@@ -3,6 +3,7 @@
 Each check raises ``ValueError`` with what was expected, what was found and what to do.
 """
 
+import logging
 import os
 import re
 import tempfile
@@ -13,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
+from rltrain.config.model import TinyModel
 from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
 from rltrain.controller.engine_guards import (
@@ -22,7 +24,10 @@ from rltrain.controller.engine_guards import (
 )
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
+from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import read_architecture
+
+_log = logging.getLogger(__name__)
 
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
@@ -59,7 +64,15 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(config: Config) -> Sizes:
-    model = config.model.tiny if config.model.path is None else read_architecture(config.model.path)
+    model: TinyModel | Architecture = config.model.tiny
+    if config.model.path is not None:
+        model = read_architecture(config.model.path, bridge=config.model.bridge)
+        if model.family == "bridged":
+            _log.warning(
+                "model.bridge=true: rltrain does not map the family of %s and no test of it proves "
+                "the family against transformers; megatron-bridge builds it and maps its weights",
+                config.model.path,
+            )
     return Sizes(
         model.num_heads,
         model.num_kv_heads,

@@ -35,7 +35,7 @@ def run(config: Config) -> None:
         path, trust_remote_code=config.model.trust_remote_code
     )
     problems = load_problems(config.data, tokenizer).train
-    open_checkpoint(path, read_architecture(path, config.model.mtp))
+    open_checkpoint(path, read_architecture(path, config.model.mtp, bridge=config.model.bridge))
     with cluster(config) as placed:
         versions = describe_environment()
         with Tracker(

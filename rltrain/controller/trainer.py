@@ -233,10 +233,10 @@ def run(config: Config) -> None:
         )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
         if given:
-            open_checkpoint(given, read_architecture(given, config.model.mtp))
+            open_checkpoint(given, _architecture(given, config))
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)
-        arch = read_architecture(path, config.model.mtp)
+        arch = _architecture(path, config)
         # The engines load while the policy workers do.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)
@@ -269,6 +269,10 @@ def run(config: Config) -> None:
             config, problems.held_out, generator, pool, tokenizer, tracker
         )
         trainer.train(done)
+
+
+def _architecture(path: Path, config: Config) -> Architecture:
+    return read_architecture(path, config.model.mtp, bridge=config.model.bridge)
 
 
 def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:

@@ -37,7 +37,20 @@ def export_huggingface(
     so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
     ``ValueError`` when ``path`` exists.
     """
-    tensors = with_copies(full_tensors(chunks, arch, mesh, dtype), arch)
+    tensors = full_tensors(chunks, arch, mesh, dtype)
+    write_huggingface(path, source, tensors, arch, dtype, max_shard_bytes)
+
+
+def write_huggingface(
+    path: str | Path,
+    source: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    arch: Architecture,
+    dtype: torch.dtype,
+    max_shard_bytes: int = GIB,
+) -> None:
+    """As `export_huggingface`, of ``tensors`` in ``dtype``, which every rank iterates."""
+    tensors = with_copies(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
