@@ -28,9 +28,18 @@ def list_keys(arguments: Arguments) -> int:
     return 0
 
 
+def import_(arguments: Arguments) -> int:
+    """Write a Hugging Face FOLDER as a checkpoint of Megatron's, OUT: rltrain import -h."""
+    _ignore_import_warnings()
+    from rltrain.cli.convert import import_ as run
+
+    return run(arguments)
+
+
 def export(arguments: Arguments) -> int:
-    """Export the newest checkpoint of RUN to a new Hugging Face folder OUT."""
-    from rltrain.cli.export import export as run
+    """Write a checkpoint of a run, or an imported one, as a Hugging Face folder OUT."""
+    _ignore_import_warnings()
+    from rltrain.cli.convert import export as run
 
     return run(arguments)
 
@@ -74,6 +83,7 @@ def dashboard(arguments: Arguments) -> int:
 COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "train": train,
     "report": report,
+    "import": import_,
     "export": export,
     "keys": list_keys,
     "verify": verify,

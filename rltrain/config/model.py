@@ -36,6 +36,10 @@ class TinyModel(Section):
     seed: int = 0
     warm_start: WarmStart = WarmStart()
 
+    @property
+    def max_positions(self) -> int:
+        return 2048
+
     @model_validator(mode="after")
     def kv_heads_divide_heads(self) -> Self:
         if self.num_heads % self.num_kv_heads:
@@ -57,6 +61,8 @@ class TinyModel(Section):
 class ModelConfig(Section):
     path: str | None = None
     """A local Hugging Face folder. Null builds the tiny model, warm-starts it and caches both."""
+    weights: str | None = None
+    """A checkpoint that `rltrain import` made of `path`; null reads the weights from `path`."""
     tiny: TinyModel = TinyModel()
     cache_dir: str = "~/.cache/rltrain"
     trust_remote_code: bool = False
@@ -66,3 +72,12 @@ class ModelConfig(Section):
     bridge: bool = False
     """A family that rltrain does not map goes through megatron-bridge, where that is installed. No
     test of rltrain proves such a family against transformers (docs/models.md)."""
+
+    @model_validator(mode="after")
+    def weights_need_their_path(self) -> Self:
+        if self.weights is not None and self.path is None:
+            raise ValueError(
+                f"weights={self.weights} needs path, the Hugging Face folder it was made of: the "
+                "engines start from that, and configuration and tokenizer are read there"
+            )
+        return self

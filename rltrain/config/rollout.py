@@ -26,6 +26,8 @@ OWNED_ENGINE_ARGS = frozenset(
         "tensor_parallel_size",
         "trust_remote_code",
         "generation_config",
+        "quantization",
+        "load_format",
     }
 )
 
@@ -34,6 +36,10 @@ class RolloutConfig(Section):
     num_engines: Positive = 1
     tensor_parallel: Positive = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantization: Literal["none", "fp8"] = "none"
+    """``fp8`` holds the engine's matrices in FP8, in blocks of 128 x 128 with a scale each, while
+    the policy trains in its own precision; every weight sync quantizes anew and moves half the
+    bytes. Embedding, output head, norms and routers keep ``dtype``. On GPUs only."""
     head: Literal["auto", "fp32", "params"] = "auto"
     """Dtype in which the engine's output head multiplies, as ``policy.precision.head`` is the
     trainer's. ``auto`` is fp32 where the installed vLLM can."""
@@ -59,6 +65,15 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"top_p={self.top_p}, top_k={self.top_k}: rollouts would come from a truncated "
                 "distribution that the importance ratio does not know; use top_p=1 and top_k=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def fp8_weights_multiply_in_bf16(self) -> Self:
+        if self.quantization == "fp8" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"quantization=fp8: vLLM multiplies FP8 weights in bf16 only, found dtype="
+                f"{self.dtype}: use dtype=bfloat16, or quantization=none"
             )
         return self
 

@@ -9,7 +9,6 @@ Megatron's format holds pickles, which run code when opened. So a checkpoint is 
 file is what its manifest says and it lies in this run's own folder, or ``checkpoint.trust`` is set.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -19,10 +18,11 @@ from typing import Any
 
 from rltrain.config.trainer import CheckpointConfig
 from rltrain.controller.policy_group import PolicyGroup
+from rltrain.weights import manifest
 
 logger = logging.getLogger(__name__)
 
-STATE, MANIFEST, POLICY = "state.json", "manifest.json", "policy"
+STATE, POLICY = "state.json", "policy"
 
 
 def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], keep: int) -> Path:
@@ -38,12 +38,7 @@ def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], k
         (partial / POLICY).mkdir(parents=True)
         policy.call("save", str(partial / POLICY))
         (partial / STATE).write_text(json.dumps({"step": step, **state}))
-        manifest = {
-            str(p.relative_to(partial)): _entry(p)
-            for p in sorted(partial.rglob("*"))
-            if p.is_file()
-        }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        manifest.write(partial)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(partial, target)
     except OSError as error:
@@ -59,7 +54,7 @@ def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], k
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The complete ones, oldest first."""
-    return sorted(p.parent for p in _folder(run_dir).glob(f"step_*/{MANIFEST}"))
+    return sorted(p.parent for p in _folder(run_dir).glob(f"step_*/{manifest.MANIFEST}"))
 
 
 def restore(
@@ -84,30 +79,8 @@ def verify(path: Path, run_dir: Path, *, trust: bool) -> None:
             f"{path} is not from this run's folder {run_dir}. A checkpoint holds pickles, which "
             "can run any code: set checkpoint.trust=true only if you know who wrote it"
         )
-    if not (path / MANIFEST).is_file():
-        raise ValueError(f"{path}: expected {MANIFEST} beside the checkpoint's files, found none")
-    expected = json.loads((path / MANIFEST).read_text())
-    found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST}
-    if found != set(expected):
-        raise ValueError(
-            f"{path}: its manifest and its files differ: missing {sorted(set(expected) - found)}, "
-            f"unknown {sorted(found - set(expected))}. It was copied in part or changed; use an "
-            "older checkpoint"
-        )
-    for name, entry in expected.items():
-        if _entry(path / name) != entry:
-            raise ValueError(
-                f"{path / name}: its content is not what {MANIFEST} says; use an older checkpoint"
-            )
+    manifest.check(path)
 
 
 def _folder(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-        }

@@ -15,6 +15,7 @@ from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.architecture import Architecture
+from rltrain.weights.engine_fp8 import fp8_config
 
 
 def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster) -> EngineSpec:
@@ -26,6 +27,7 @@ def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster)
         device=placed.device,
         capture=_capture(config, arch),
         trust_remote_code=config.model.trust_remote_code,
+        quantization=fp8_config(arch) if config.rollout.quantization == "fp8" else None,
     )
 
 

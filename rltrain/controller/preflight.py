@@ -1,4 +1,4 @@
-"""What must be true of files and machine before anything starts. Imports no torch.
+"""What must be true of files and machine before anything starts. Imports no torch by itself.
 
 Each check raises ``ValueError`` with what was expected, what was found and what to do.
 """
@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import tempfile
+from dataclasses import replace
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
-from rltrain.config.model import TinyModel
+from rltrain.config.model import ModelConfig, TinyModel
 from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
 from rltrain.controller.engine_guards import (
@@ -24,8 +25,11 @@ from rltrain.controller.engine_guards import (
 )
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
+from rltrain.weights import manifest
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import read_architecture
+from rltrain.weights.mtp import MTP
+from rltrain.weights.stored import HUGGINGFACE
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ def preflight(config: Config) -> None:
     check_layout(config, model)
     check_data(config)
     if config.algorithm.type == "grpo":
+        check_lengths(config, model)
         check_replay(config, model)
         name, version = check_engine()
         if config.routing_replay.capture:
@@ -47,8 +52,13 @@ def preflight(config: Config) -> None:
                 config.rollout.engine_args, os.environ, device(config.cluster), version
             )
         load_reward(config.data.reward.function)
+        if config.cluster.address is None:
+            check_quantization(config.rollout.quantization, device(config.cluster))
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
+    if config.model.path is not None:
+        check_weights(config.model.path, config.model.mtp, bridge=config.model.bridge)
+    check_imported(config.model)
     check_output(config)
 
 
@@ -61,6 +71,7 @@ class Sizes(NamedTuple):
     """0 for a dense model."""
     num_layers: int
     expert_size: int
+    max_positions: int
 
 
 def read_sizes(config: Config) -> Sizes:
@@ -79,6 +90,7 @@ def read_sizes(config: Config) -> Sizes:
         model.num_experts,
         model.num_layers,
         model.expert_size,
+        model.max_positions,
     )
 
 
@@ -106,6 +118,16 @@ def check_layout(config: Config, model: Sizes) -> None:
         check_recompute(config.policy, len(stages.chunk_layers(model.num_layers, stage, chunk)))
 
 
+def check_lengths(config: Config, model: Sizes) -> None:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if prompt + response > model.max_positions:
+        raise ValueError(
+            f"data.max_prompt_tokens={prompt} and rollout.max_response_tokens={response}: expected "
+            f"together at most the {model.max_positions} positions of the model in "
+            f"{config.model.path}"
+        )
+
+
 def check_recompute(policy: PolicyConfig, num_layers: int) -> None:
     """Megatron reruns ``recompute_num_layers`` at a time and would run past the chunk's last."""
     uniform = policy.recompute == "full" and policy.recompute_method == "uniform"
@@ -124,6 +146,44 @@ def check_replay(config: Config, model: Sizes) -> None:
             f"routing_replay.mode={replay.mode}, capture={str(replay.capture).lower()}: expected a "
             f"model with routers, found a dense one in {config.model.path}. Choose a "
             "mixture-of-experts model, or set routing_replay=off routing_replay.capture=false"
+        )
+
+
+def check_quantization(
+    quantization: Literal["none", "fp8"], device: Literal["cpu", "cuda"]
+) -> None:
+    if quantization == "fp8" and device == "cpu":
+        raise ValueError(
+            "rollout.quantization=fp8: expected a GPU, found cluster.device=cpu. On CPUs vLLM "
+            "multiplies FP8 weights with AMX instructions only, which few have and rltrain is not "
+            "tested with. Use rollout.quantization=none; a folder with FP8 weights is read either "
+            "way"
+        )
+
+
+def check_weights(path: str, mtp: MTP = "hold", *, bridge: bool = False) -> None:
+    """The headers of all weight files fit ``config.json``, so that no rank fails half-way."""
+    # Reads no weights, but needs torch, which takes seconds: so it is imported here, and called
+    # after what is quick.
+    from rltrain.weights.load import open_checkpoint
+
+    open_checkpoint(path, read_architecture(path, mtp, bridge=bridge))
+
+
+def check_imported(model: ModelConfig) -> None:
+    """The imported checkpoint is whole, and of the model in ``path``; then it may be opened."""
+    if model.weights is None or model.path is None:
+        return
+    weights = Path(model.weights).expanduser()
+    manifest.check(weights)
+    found, expected = (
+        replace(read_architecture(folder, model.mtp), skipped_mtp_layers=0)
+        for folder in (weights / HUGGINGFACE, model.path)
+    )
+    if found != expected:
+        raise ValueError(
+            f"model.weights={weights}: expected what rltrain import made of "
+            f"model.path={model.path}, found the weights of another architecture"
         )
 
 

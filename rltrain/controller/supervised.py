@@ -21,8 +21,6 @@ from rltrain.data.tiny_model import build_random_model, save_atomically, warm_st
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
-from rltrain.weights.families import read_architecture
-from rltrain.weights.load import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,6 @@ def run(config: Config) -> None:
         path, trust_remote_code=config.model.trust_remote_code
     )
     problems = load_problems(config.data, tokenizer).train
-    open_checkpoint(path, read_architecture(path, config.model.mtp, bridge=config.model.bridge))
     with cluster(config) as placed:
         versions = describe_environment()
         with Tracker(

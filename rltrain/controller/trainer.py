@@ -31,8 +31,8 @@ from rltrain.tracking.environment import describe_environment, resident_gib
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
 from rltrain.weights.architecture import Architecture
+from rltrain.weights.engine_fp8 import check_blocks
 from rltrain.weights.families import read_architecture
-from rltrain.weights.load import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -232,11 +232,12 @@ def run(config: Config) -> None:
             trust_remote_code=config.model.trust_remote_code,
         )
         problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
-        if given:
-            open_checkpoint(given, _architecture(given, config))
+        if config.rollout.quantization == "fp8":
+            arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
+            check_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)
-        arch = _architecture(path, config)
+        arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
         # The engines load while the policy workers do.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)
@@ -269,10 +270,6 @@ def run(config: Config) -> None:
             config, problems.held_out, generator, pool, tokenizer, tracker
         )
         trainer.train(done)
-
-
-def _architecture(path: Path, config: Config) -> Architecture:
-    return read_architecture(path, config.model.mtp, bridge=config.model.bridge)
 
 
 def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:

@@ -40,7 +40,7 @@ def check_weight_sync(
     """
     with tempfile.TemporaryDirectory(prefix="rltrain-sync-check-") as folder:
         path = str(Path(folder) / "model")
-        policy.call("export", path, "float32")
+        policy.call("export_for_engine", path)
         engine, ready = start_engine(replace(spec, model_path=path, capture=None))
         try:
             answers([ready], "start", timeout_s)

@@ -107,7 +107,7 @@ def _architecture(tiny: TinyModel) -> Qwen3MoeConfig:
         intermediate_size=tiny.expert_size,  # of a dense layer, and there is none
         norm_topk_prob=True,
         tie_word_embeddings=False,
-        max_position_embeddings=2048,
+        max_position_embeddings=tiny.max_positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

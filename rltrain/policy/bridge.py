@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from rltrain.policy.transformer_options import (
     uses_transformer_engine,
 )
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.files import open_folder
+from rltrain.weights.files import open_folder, stored_quantization
 from rltrain.weights.sender import weights_of
 
 # It tells by a module's class name how tensor parallelism cuts the module's weights.
@@ -75,7 +76,11 @@ class Bridge:
     """The model in a Hugging Face folder, for Megatron. Every method is collective."""
 
     def __init__(self, path: str, arch: Architecture) -> None:
-        """Raises ``ValueError`` where Megatron-Bridge does not map the family either."""
+        """Raises ``ValueError`` for a quantised folder, and a family that nobody maps."""
+        if stored_quantization(Path(path)) is not None:
+            raise ValueError(
+                f"{path}: quantization_config: with model.bridge=true weights must be stored plain"
+            )
         self.path = path
         self.arch = arch
         self._folder = AutoBridge.from_hf_pretrained(path).hf_pretrained
@@ -96,14 +101,15 @@ class Bridge:
                 f"policy.parallel.tp={mesh.tp_size}: megatron-bridge does not pad, so it must "
                 f"divide the vocabulary of {self.arch.vocab_size}"
             )
-        ours = {**_OFF, **run_options(policy, mesh, device)}
+        ours = run_options(policy, mesh, device)
         if self.arch.num_experts:
             ours |= routing_options(policy, device, routing_replay)
-        check_asked(policy.megatron_args, TransformerConfig, {*ours, *_family_fields(provider)})
+        fixed = {*ours, *_family_fields(provider)} - _OFF.keys()
+        check_asked(policy.megatron_args, TransformerConfig, fixed)
         if not uses_transformer_engine(policy, device):
             check_torch(provider, self.path)
             ours["transformer_layer_spec"] = torch_block_spec
-        for name, value in {**ours, **policy.megatron_args}.items():
+        for name, value in {**_OFF, **ours, **policy.megatron_args}.items():
             setattr(provider, name, value)
         provider.finalize()
         return provider

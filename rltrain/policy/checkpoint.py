@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -26,8 +27,7 @@ def save(
     """Write into the empty folder ``folder``. Collective."""
     state = _sharded_state(chunks, optimizer, mesh, is_loading=False)
     state["updates"] = learning_rate.update
-    plain = {name: value for name, value in _metadata(mesh).items() if name != "dp_cp_group"}
-    dist_checkpointing.save(state, folder, content_metadata=plain)
+    dist_checkpointing.save(state, folder, content_metadata=content_metadata(mesh))
 
 
 def load(
@@ -48,6 +48,29 @@ def load(
     learning_rate.update = state["updates"]
 
 
+def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
+    """Read the parameters alone, of what `save` wrote or ``rltrain import`` did. Collective.
+
+    Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
+    Transformer Engine keeps besides is not read: a new model has its own.
+    """
+    bare: list[Any] = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+    metadata = sharded_metadata(mesh)
+    wanted = {
+        f"model{number}": {
+            name: value
+            for name, value in model.sharded_state_dict(metadata=metadata).items()
+            if not isinstance(value, ShardedObject)
+        }
+        for number, model in enumerate(bare)
+    }
+    state = dist_checkpointing.load(wanted, folder)
+    for number, model in enumerate(bare):
+        left = model.load_state_dict(state[f"model{number}"], strict=False)
+        assert all(name.endswith("_extra_state") for name in left.missing_keys), left
+        assert not left.unexpected_keys, left
+
+
 def _sharded_state(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
@@ -55,7 +78,7 @@ def _sharded_state(
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
-    metadata = _metadata(mesh)
+    metadata = sharded_metadata(mesh)
     models = {
         f"model{number}": chunk.module.sharded_state_dict(metadata=metadata)
         for number, chunk in enumerate(chunks)
@@ -67,7 +90,8 @@ def _sharded_state(
     }
 
 
-def _metadata(mesh: Mesh) -> dict[str, Any]:
+def sharded_metadata(mesh: Mesh) -> dict[str, Any]:
+    """What Megatron's modules are told when they are asked for their sharded state."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -75,3 +99,10 @@ def _metadata(mesh: Mesh) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": mesh.dp_cp_group,
     }
+
+
+def content_metadata(mesh: Mesh) -> dict[str, Any]:
+    """The same, as far as it can be kept in a file."""
+    plain = sharded_metadata(mesh)
+    del plain["dp_cp_group"]
+    return plain

@@ -132,6 +132,8 @@ def whole_product(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
         models, in_order, (NONE, FULL, MOE, BLOCK)
     ):
         case = Case(parallel, model, num_layers, dense, recompute)
+        if case.arch.linear_bias and (parallel.etp > 1 or dense):
+            continue  # expert-tensor ranks would all add the biases; no such model has dense layers
         found.append(case)
         experts_within_micro_batch = (parallel.tp * parallel.cp) % (parallel.ep * parallel.etp) == 0
         if not recompute and parallel.pp == 1 and experts_within_micro_batch:

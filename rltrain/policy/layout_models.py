@@ -49,9 +49,23 @@ LATENT = replace(
     rotary_scaling=Yarn(8.0, 8, 2.0, 0.25, mscale=1.0, mscale_all_dim=0.7),
     mla=MLA(q_lora_rank=20, kv_lora_rank=14, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
 )
+# Windows in every other layer, and most values of the experts' activation are clamped.
+GPT_OSS_LIKE = replace(
+    QWEN3_LIKE,
+    family="gpt_oss",
+    qk_norm="none",
+    linear_bias=True,
+    swiglu_limit=0.75,
+    attention_sinks=True,
+    window=4,
+    windowed_layers=(0, 2, 4, 6),
+    rope_theta=100.0,
+    rotary_scaling=Yarn(4.0, 32, beta_fast=4.0, truncate=False),
+)
 MODELS: dict[str, Architecture] = {
     "qwen3": QWEN3_LIKE,
     "deepseek": DEEPSEEK_LIKE,
     "deepseek mla": LATENT,
     "deepseek mtp": replace(LATENT, mtp_layers=2),
+    "gpt-oss": GPT_OSS_LIKE,
 }

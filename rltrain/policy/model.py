@@ -123,6 +123,7 @@ def _finish(
 ) -> None:
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
+    _mark_sinks(model, config)
     if config.moe_enable_routing_replay:
         check_armed(decoder_routers(model), _route_layers(arch, policy, mesh, number))
     if policy.precision.head == "fp32" and mesh.yields_logits(number):
@@ -187,6 +188,18 @@ def _mark_experts(model: GPTModel) -> None:
     for name, param in model.named_parameters():
         if ".mlp.experts." in name:
             param.allreduce = False
+            param.tensor_model_parallel = True
+
+
+def _mark_sinks(model: GPTModel, config: TransformerConfig) -> None:
+    """Cut over tensor ranks, and of the precision in which the rollout engine has them.
+
+    Transformer Engine makes them in fp32 and without the mark, so the gradient norm would count
+    those of one rank only.
+    """
+    for name, param in model.named_parameters():
+        if name.endswith(".core_attention.softmax_offset"):
+            param.data = param.data.to(config.params_dtype)
             param.tensor_model_parallel = True
 
 

@@ -70,7 +70,7 @@ class TorchNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One linear map per local expert, ``weight{i}`` of shape [out, in].
+    """One linear map per local expert, ``weight{i}`` of shape [out, in], perhaps with ``bias{i}``.
 
     The dispatcher has gathered what the expert needs over the expert-tensor group and will reduce
     what it returns, so there is no communication in here.
@@ -93,9 +93,11 @@ class _GroupedLinear(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        assert is_expert and not bias
+        assert is_expert and (skip_bias_add or self.split_axis == 0)
         self.num_gemms = num_gemms
         self.groups = pg_collection
+        self.skip_bias_add = skip_bias_add
+        self.with_bias = bias
         shape = [output_size, input_size]
         shape[self.split_axis] = divide(shape[self.split_axis], pg_collection.expt_tp.size())
         for i in range(num_gemms):
@@ -104,13 +106,26 @@ class _GroupedLinear(torch.nn.Module):
             )
             _initialize_affine_weight_gpu(weight, init_method, self.split_axis, is_expert=True)
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                rows = torch.full_like(weight[:, 0], float("nan"))
+                self.register_parameter(f"bias{i}", torch.nn.Parameter(rows))
         self._register_load_state_dict_pre_hook(self._drop_extra_states)
 
-    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
-        """x [tokens, in], sorted by expert; m_splits: how many are each expert's. [tokens, out]."""
-        parts = x.split(m_splits)
-        weights = (getattr(self, f"weight{i}") for i in range(self.num_gemms))
-        return torch.cat([F.linear(part, w) for part, w in zip(parts, weights, strict=True)]), None
+    def forward(
+        self, x: torch.Tensor, m_splits: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """x [tokens, in], sorted by expert; m_splits: how many are each expert's.
+
+        Returns [tokens, out], and the biases where it is for the caller to add them.
+        """
+        biases = self._each("bias") if self.with_bias else None
+        added = [None] * self.num_gemms if biases is None or self.skip_bias_add else biases
+        parts = zip(x.split(m_splits), self._each("weight"), added, strict=True)
+        out = torch.cat([F.linear(*part) for part in parts])
+        return out, biases if self.skip_bias_add else None
+
+    def _each(self, name: str) -> list[torch.Tensor]:
+        return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
 
     def get_extra_state(self) -> None:
         """Transformer Engine keeps FP8 state here; the key stays, so checkpoints are the same."""
@@ -133,18 +148,22 @@ class _GroupedLinear(torch.nn.Module):
         assert not metadata.get("singleton_local_shards", False)
         num_experts = self.groups.ep.size() * self.num_gemms
         result: ShardedStateDict = {}
+        names = ["weight", "bias"] if self.with_bias else ["weight"]
+        cut = names if self.split_axis == 0 else ["weight"]
         for i in range(self.num_gemms):
             expert = self.groups.ep.rank() * self.num_gemms + i
+            own = {f"{i}.{name}": getattr(self, f"{name}{i}") for name in names}
             tensors = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": getattr(self, f"weight{i}"), f"{i}._extra_state": None},
+                {**own, f"{i}._extra_state": None},
                 "",
-                {f"{i}.weight": self.split_axis},
+                {f"{i}.{name}": self.split_axis for name in cut},
                 (*sharded_offsets, (len(sharded_offsets), expert, num_experts)),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(tensors, f"{i}.", prefix)
-            result[f"{prefix}weight{i}"] = tensors[f"{i}.weight"]
+            for name in names:
+                result[f"{prefix}{name}{i}"] = tensors[f"{i}.{name}"]
             result[f"{prefix}_extra_state{i or ''}"] = tensors[f"{i}._extra_state"]
         for tensor in result.values():
             tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())

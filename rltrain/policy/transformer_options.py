@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
@@ -33,7 +34,8 @@ def transformer_config(
     device: torch.device,
     routing_replay: bool,
 ) -> TransformerConfig:
-    """Raises ``ValueError`` as `megatron_config` does."""
+    """Raises ``ValueError`` as `megatron_config` and `check_layout` do."""
+    check_layout(arch, policy.parallel, uses_transformer_engine(policy, device))
     return megatron_config(
         policy.megatron_args,
         num_layers=arch.num_layers,
@@ -45,10 +47,12 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
         qk_layernorm=arch.mla is not None or arch.qk_norm == "heads",
-        add_bias_linear=False,
+        add_bias_linear=arch.linear_bias,
         add_qkv_bias=arch.qkv_bias,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        **_activation_options(arch),
+        softmax_type="learnable" if arch.attention_sinks else "vanilla",
+        **_window_options(arch),
         **run_options(policy, mesh, device),
         **(_expert_options(arch) if arch.num_experts else {}),
         **(routing_options(policy, device, routing_replay) if arch.num_experts else {}),
@@ -81,6 +85,43 @@ def run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict[
         "calculate_per_token_loss": False,
         "finalize_model_grads_func": finalize_model_grads,
         **_recompute_options(policy),
+    }
+
+
+def check_layout(arch: Architecture, parallel: ParallelConfig, transformer_engine: bool) -> None:
+    """Refuse what Megatron and Transformer Engine cannot compute, or not rightly.
+
+    Raises:
+        ValueError: a layout that this architecture does not have, and which it has.
+    """
+    if arch.linear_bias and parallel.etp > 1:
+        raise ValueError(
+            f"policy.parallel.etp={parallel.etp}: the experts of {arch.family} have biases, which "
+            "every expert-tensor rank would add; set etp=1 and share the experts out over ep"
+        )
+    if transformer_engine and parallel.cp > 1 and (arch.attention_sinks or arch.windowed_layers):
+        raise ValueError(
+            f"policy.parallel.cp={parallel.cp}: Transformer Engine has no context parallelism over "
+            f"packed sequences for the attention sinks and windows of {arch.family}; set "
+            "policy.transformer_engine=never or cp=1"
+        )
+
+
+def _activation_options(arch: Architecture) -> dict[str, Any]:
+    if arch.swiglu_limit is None:
+        return {"activation_func": F.silu}
+    return {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": arch.swiglu_limit,
+        "glu_linear_offset": 1.0,
+    }
+
+
+def _window_options(arch: Architecture) -> dict[str, Any]:
+    return {
+        # How far to the left and to the right of itself a token looks.
+        "window_size": None if arch.window is None else (arch.window - 1, 0),
+        "window_attn_skip_freq": [int(i in arch.windowed_layers) for i in range(arch.num_layers)],
     }
 
 

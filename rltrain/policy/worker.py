@@ -7,6 +7,7 @@ object store, R2's from its own log-probability pass.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,10 +29,12 @@ from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.architecture import Architecture
+from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
+from rltrain.weights.stored import POLICY
 from rltrain.weights.transport import BucketWriter
 
 if TYPE_CHECKING:  # it imports megatron-bridge, which few have
@@ -84,10 +87,13 @@ class PolicyWorker:
             freeze_router=self.config.optimizer.freeze_router,
             bridge=self.bridge,
         )
-        if self.bridge is None:
-            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
-        else:
+        if (weights := self.config.model.weights) is not None:
+            folder = Path(weights).expanduser() / POLICY
+            checkpoint.load_weights(str(folder), chunks, self.mesh)
+        elif self.bridge is not None:
             self.bridge.load(chunks)
+        else:
+            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
         return chunks
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
@@ -262,6 +268,8 @@ class PolicyWorker:
     def begin_weight_stream(self, dtype: str) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype."""
         tensors = self._full_tensors(getattr(torch, dtype))
+        if self.config.rollout.quantization == "fp8":
+            tensors = in_fp8(tensors, self.arch)
         self._writer = BucketWriter(tensors, write=self.mesh.rank == 0)
 
     def _full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -274,10 +282,17 @@ class PolicyWorker:
         bucket = self._writer.next_bucket()
         return bucket if self.mesh.rank == 0 else None
 
-    def export(self, path: str, dtype: str) -> None:
+    def export(self, path: str, dtype: str, *, fp8: bool = False) -> None:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
-        tensors = self._full_tensors(getattr(torch, dtype))
-        write_huggingface(path, self.model_path, tensors, self.arch, getattr(torch, dtype))
+        cast: torch.dtype = getattr(torch, dtype)
+        tensors = self._full_tensors(cast)
+        write_huggingface(path, self.model_path, tensors, self.arch, cast, fp8=fp8)
+
+    def export_for_engine(self, path: str) -> None:
+        """As `export`, the weights as an engine is to hold them after a sync."""
+        fp8 = self.config.rollout.quantization == "fp8"
+        # What is quantised is what a sync casts to the engine's dtype.
+        self.export(path, "bfloat16" if fp8 else "float32", fp8=fp8)
 
     # Checkpoints
 

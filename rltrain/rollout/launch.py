@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from rltrain.config.rollout import OLDEST_VLLM, RolloutConfig
 from rltrain.config.routing import Fallback
 from rltrain.routing.integrity import RouteShape
+from rltrain.weights.engine_fp8 import LOAD_FORMAT
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class EngineSpec:
     device: Literal["cpu", "cuda"]
     capture: RouteCapture | None  # None: the engine returns no routes
     trust_remote_code: bool = False
+    quantization: dict[str, Any] | None = None
+    """What ``config.json`` would say of the weights as the engine holds them; None: plain."""
 
     @property
     def max_model_len(self) -> int:
@@ -127,7 +130,12 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
             "rollout.head=fp32: the installed vLLM ignores head_dtype when it generates. Install a "
             "newer one, or set rollout.head=auto"
         )
-    overrides = {"head_dtype": "float32"} if rollout.head != "params" and has_fp32_head else {}
+    overrides: dict[str, Any] = {}
+    if rollout.head != "params" and has_fp32_head:
+        overrides["head_dtype"] = "float32"
+    if folder_config(spec.model_path).get("quantization_config") != spec.quantization:
+        args["load_format"] = LOAD_FORMAT
+        overrides["quantization_config"] = spec.quantization
     if spec.device == "cpu":
         # vLLM rewinds the generator of a seeded request after each part of a prompt, by a call that
         # CPU generators do not have: the engine dies. So a prompt is never cut into parts.
@@ -155,13 +163,18 @@ def check_version(version: str) -> None:
         )
 
 
+def folder_config(model_path: str, name: str = "config.json") -> dict[str, Any]:
+    """A JSON file of the model folder; empty where there is none."""
+    file = Path(model_path).expanduser() / name
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
 def stop_token_ids(model_path: str) -> list[int]:
     """The end-of-sequence ids the model folder names.
 
     vLLM itself stops at the tokenizer's; with ``generation_config="vllm"`` it does not read these.
     """
     for name in ("generation_config.json", "config.json"):
-        file = Path(model_path).expanduser() / name
-        if file.is_file() and (ids := json.loads(file.read_text()).get("eos_token_id")) is not None:
+        if (ids := folder_config(model_path, name).get("eos_token_id")) is not None:
             return [ids] if isinstance(ids, int) else sorted(ids)
     return []

@@ -1,12 +1,20 @@
-"""What the person who started the run sees: a line a step, and a bar if there is a terminal."""
+"""What the person at the terminal sees: a line a step of a run, a bar where there is a terminal."""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +28,7 @@ KEY_NUMBERS = (
     ("time/step", "", "{:.1f} s/step"),
 )
 RECENT_STEPS = 20
+LINE_EVERY_S = 10.0
 
 
 class ProgressLine:
@@ -61,6 +70,61 @@ class ProgressLine:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class TransferBar:
+    """How much of a model is written, how fast, and how long it takes: a bar on a terminal, and
+    elsewhere a line every ``LINE_EVERY_S`` seconds.
+
+    Args:
+        total: elements of the model
+    """
+
+    def __init__(self, what: str, total: int, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._what, self._total = what, total
+        self._done = self._written = self._bytes = 0
+        self._start = self._shown = time.monotonic()
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            columns = (TextColumn(what), BarColumn(), TaskProgressColumn())
+            shown = TextColumn("{task.description}")
+            self._bar = Progress(*columns, shown, console=self.console, transient=True)
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+
+    def advance(self, elements: int, nbytes: int) -> None:
+        """``nbytes`` is 0 for elements that an earlier process wrote: they tell no speed."""
+        self._done += elements
+        self._bytes += nbytes
+        self._written += elements if nbytes else 0
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=self._numbers(now))
+        elif now - self._shown >= LINE_EVERY_S:
+            self._shown = now
+            self._print(f"{self._what} {self._done / self._total:.0%}  {self._numbers(now)}")
+
+    def _numbers(self, now: float) -> str:
+        seconds = max(now - self._start, 1e-9)
+        numbers = f"{self._bytes / 1e9:.2f} GB  {self._bytes / 1e6 / seconds:,.0f} MB/s"
+        if self._written == 0 or self._done >= self._total:
+            return numbers
+        left = (self._total - self._done) * seconds / self._written
+        return f"{numbers}  {duration(left)} left"
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None:
+            now = time.monotonic()
+            self._print(f"{self._what}  {self._numbers(now)}  {duration(now - self._start)}")
 
 
 def key_numbers(metrics: Mapping[str, float]) -> str:

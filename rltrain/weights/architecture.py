@@ -108,6 +108,18 @@ class Architecture:
     shared_expert_gate: bool = False
     """Its output is multiplied by the sigmoid of one more linear map of the token."""
     qkv_bias: bool = False
+    linear_bias: bool = False
+    """Every linear map of a layer has a bias: queries, keys, values, output, router, experts."""
+    swiglu_limit: float | None = None
+    """With it the activation is gpt-oss's: gate and up are clamped to it, and what goes down is
+    gate * sigmoid(1.702 gate) * (up + 1) in place of silu(gate) * up."""
+    attention_sinks: bool = False
+    """Every head's softmax has one more logit, learned and the same for every query, which no
+    value belongs to."""
+    window: int | None = None
+    """How many tokens a token of a layer in ``windowed_layers`` attends to: itself and those right
+    before it."""
+    windowed_layers: tuple[int, ...] = ()
     qk_norm: QKNorm = "none"
     """Queries and keys are normed head by head, or over all heads together. With ``mla`` it says
     nothing: the latents are always normed."""
@@ -130,6 +142,8 @@ class Architecture:
                 "score_function='sigmoid' needs norm_topk_prob=True: Megatron always normalizes "
                 "the weights of a token's experts then"
             )
+        if self.windowed_layers and self.window is None:
+            raise ValueError(f"windowed_layers={self.windowed_layers} need a window")
         if self.num_groups > 1:
             self._check_groups()
         if self.mla:

@@ -24,7 +24,7 @@ _IRRELEVANT = _names(
     "eos_token_id pad_token_id initializer_range attention_dropout output_router_logits "
     "router_aux_loss_coef auto_map output_attentions output_hidden_states return_dict "
     "attn_implementation _attn_implementation model_type architectures pretraining_tp is_decoder "
-    "chunk_size_feed_forward"
+    "chunk_size_feed_forward quantization_config"
 )
 # With these values (absent is one, too) a field changes nothing, in any family.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
-    "quantization_config": (None,),
     "is_encoder_decoder": (False,),
     "pruned_heads": (None, {}),
 }
@@ -251,7 +250,7 @@ def rotary(
 
 def _scaling(kind: str, given: dict[str, Any], fields: Fields) -> Llama3Rotary | Yarn | None:
     names = {"original_max_position_embeddings": "original_max_positions"}
-    settings = {names.get(name, name): value for name, value in given.items()}
+    settings = {names.get(name, name): value for name, value in given.items() if value is not None}
     kinds: dict[str, type[Llama3Rotary | Yarn] | None] = {
         "default": None,
         "llama3": Llama3Rotary,

@@ -1,23 +1,34 @@
-"""Writes the policy to a Hugging Face folder that transformers and vLLM load."""
+"""Writes a Hugging Face folder that transformers and vLLM load, from live ranks or a checkpoint."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.files import INDEX, SINGLE
-from rltrain.weights.mtp import MTP_FIELDS, with_copies
+from rltrain.weights.engine_fp8 import in_fp8
+from rltrain.weights.journal import Journal
+from rltrain.weights.layout import Parameter
+from rltrain.weights.manifest import MANIFEST, entry_of
+from rltrain.weights.mapping import disassemble
+from rltrain.weights.mtp import with_copies
 from rltrain.weights.placement import Grid
+from rltrain.weights.safetensors_file import (
+    TensorSpec,
+    copy_the_rest,
+    shard_names,
+    write_index,
+    write_tensors,
+)
 from rltrain.weights.sender import full_tensors
+from rltrain.weights.stored import POLICY, Progress, StoredModel, numel, owned
+from rltrain.weights.torch_dist import Reader
 
-_COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 GIB = 2**30
 
 
@@ -29,8 +40,12 @@ def export_huggingface(
     mesh: Grid,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = GIB,
+    *,
+    fp8: bool = False,
 ) -> None:
     """Writes the weights of ``chunks`` in ``dtype`` to the new folder ``path``.
+
+    With ``fp8`` the matrices are in FP8 blocks, as DeepSeek-V3 is published.
 
     Collective: every rank calls it, global rank 0 writes. Configuration and tokenizer are copied
     from ``source``, the folder that the model came from. The folder is written beside and renamed,
@@ -38,7 +53,7 @@ def export_huggingface(
     ``ValueError`` when ``path`` exists.
     """
     tensors = full_tensors(chunks, arch, mesh, dtype)
-    write_huggingface(path, source, tensors, arch, dtype, max_shard_bytes)
+    write_huggingface(path, source, tensors, arch, dtype, max_shard_bytes, fp8=fp8)
 
 
 def write_huggingface(
@@ -48,9 +63,13 @@ def write_huggingface(
     arch: Architecture,
     dtype: torch.dtype,
     max_shard_bytes: int = GIB,
+    *,
+    fp8: bool = False,
 ) -> None:
     """As `export_huggingface`, of ``tensors`` in ``dtype``, which every rank iterates."""
     tensors = with_copies(tensors, arch)
+    if fp8:
+        tensors = in_fp8(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -62,7 +81,7 @@ def write_huggingface(
     partial.mkdir(parents=True)
     try:
         write_safetensors(partial, tensors, max_shard_bytes)
-        _copy_the_rest(Path(source).expanduser(), partial, dtype, arch)
+        copy_the_rest(Path(source).expanduser(), partial, arch, dtype, fp8=fp8)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,49 +91,129 @@ def write_safetensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int
 ) -> None:
     """Writes ``tensors`` as one ``model.safetensors``, or as several files and their index."""
-    files: list[tuple[Path, list[str]]] = []
-    total = 0
-    for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
-        file = folder / f"shard-{number}.safetensors"
-        save_file(shard, file, metadata={"format": "pt"})
-        files.append((file, list(shard)))
-        total += sum(tensor.nbytes for tensor in shard.values())
-    if len(files) == 1:
-        files[0][0].rename(folder / SINGLE)
-        return
-    weight_map = {}
-    for number, (file, names) in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        file.rename(folder / name)
-        weight_map.update(dict.fromkeys(names, name))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    shards: list[list[TensorSpec]] = []
+    for number, held in enumerate(_held_shards(tensors, max_shard_bytes), start=1):
+        # The sort keeps every tensor's place aligned to its dtype.
+        held.sort(key=lambda named: -named[1].dtype.itemsize)
+        shards.append([TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in held])
+        with open(folder / f"shard-{number}", "wb") as file:
+            write_tensors(file, shards[-1], held)
+    for number, name in enumerate(shard_names(len(shards)), start=1):
+        (folder / f"shard-{number}").rename(folder / name)
+    write_index(folder, shards)
 
 
-def _shards(
+def _held_shards(
     tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
+) -> Iterator[list[tuple[str, Tensor]]]:
+    shard: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in tensors:
         if shard and held + tensor.nbytes > max_shard_bytes:
             yield shard
-            shard, held = {}, 0
-        # A copy of its own: a view would keep the whole gathered parameter alive, and safetensors
-        # refuses tensors that share memory.
-        shard[name] = tensor.to("cpu", copy=True)
+            shard, held = [], 0
+        # A copy of its own: a view would keep the whole gathered parameter alive.
+        shard.append((name, tensor.to("cpu", copy=True)))
         held += tensor.nbytes
     yield shard
 
 
-def _copy_the_rest(source: Path, folder: Path, dtype: torch.dtype, arch: Architecture) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
-            shutil.copy2(file, folder / file.name)
-    given = json.loads((source / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in given else "dtype"
-    config = {**given, key: str(dtype).removeprefix("torch.")}
-    for name in given.keys() & set(MTP_FIELDS):
-        config[name] = arch.mtp_layers  # what was skipped is not in the exported folder
-    if config != given:
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights in a checkpoint's ``policy/``, read as Hugging Face tensors.
+
+    ``dtype`` None leaves them as they are stored; buffers keep their fp32 whatever it is.
+    """
+
+    reader: Reader
+    stored: StoredModel
+    arch: Architecture
+    dtype: torch.dtype | None
+
+    def dtype_of(self, parameter: Parameter) -> torch.dtype:
+        if self.dtype is None:
+            return self.reader.dtype(self.stored.chunks[parameter.name][0])
+        return torch.float32 if parameter.rule.kind == "buffer" else self.dtype
+
+    def specs(self, parameter: Parameter) -> list[TensorSpec]:
+        """Of what `read` gives."""
+        dtype = self.dtype_of(parameter)
+        shapes = with_copies([(t.name, t.shape) for t in parameter.tensors], self.arch)
+        return [TensorSpec(name, dtype, shape) for name, shape in shapes]
+
+    def read(self, parameter: Parameter) -> list[tuple[str, Tensor]]:
+        chunks = [self.reader.read(chunk) for chunk in self.stored.chunks[parameter.name]]
+        # A chunk has leading ones where Megatron keeps many parameters as one tensor.
+        dims = len(parameter.tensors[0].shape)
+        rows = [chunk.reshape(chunk.shape[chunk.ndim - dims :]) for chunk in chunks]
+        whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+        named = disassemble(parameter, [whole.to(self.dtype_of(parameter))], self.arch)
+        return list(with_copies(named, self.arch))
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    config: Path,
+    out: Path,
+    arch: Architecture,
+    stored: StoredModel,
+    progress: Progress,
+    max_file_bytes: int = GIB,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes the weights of ``checkpoint`` to the new folder ``out``, one parameter at a time.
+
+    Args:
+        checkpoint: a run's, or an imported one; its manifest has been checked
+        config: the folder that has configuration and tokenizer
+
+    Raises:
+        ValueError: ``checkpoint`` is not of ``arch``; or see `Journal`
+        OSError: the disk is full, say. The same call goes on from there.
+    """
+    weights = StoredWeights(Reader(checkpoint / POLICY), stored, arch, dtype)
+    shards = list(_shards(weights, max_file_bytes))
+    specs = [[spec for p in shard for spec in weights.specs(p)] for shard in shards]
+    identity = {
+        "source": [entry_of(checkpoint / MANIFEST), entry_of(config / "config.json")],
+        "dtype": str(dtype),
+        "max file": max_file_bytes,
+    }
+    with Journal(out, identity) as journal:
+        for number, name in enumerate(shard_names(len(shards))):
+            if number < len(journal.parts):
+                for parameter in shards[number]:
+                    progress.advance(numel(parameter), 0)
+                continue
+            with journal.part(name) as part:
+                write_tensors(part, specs[number], _read(weights, shards[number], progress))
+        write_index(journal.folder, specs)
+        copy_the_rest(config, journal.folder, arch, weights.dtype_of(owned(arch)[0]))
+        journal.finish(with_manifest=False)
+
+
+def _shards(weights: StoredWeights, max_file_bytes: int) -> Iterator[list[Parameter]]:
+    shard: list[Parameter] = []
+    held = 0
+    for parameter in owned(weights.arch):
+        nbytes = sum(spec.nbytes for spec in weights.specs(parameter))
+        if shard and held + nbytes > max_file_bytes:
+            yield _aligned(shard, weights)
+            shard, held = [], 0
+        shard.append(parameter)
+        held += nbytes
+    yield _aligned(shard, weights)
+
+
+def _aligned(shard: list[Parameter], weights: StoredWeights) -> list[Parameter]:
+    return sorted(shard, key=lambda p: -weights.dtype_of(p).itemsize)
+
+
+def _read(
+    weights: StoredWeights, shard: Sequence[Parameter], progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
+    for parameter in shard:
+        for name, tensor in weights.read(parameter):
+            yield name, tensor
+            progress.advance(0, tensor.nbytes)
+        progress.advance(numel(parameter), 0)

@@ -85,17 +85,27 @@ def _joined(tensors: Mapping[str, StoredTensor], stored: Quantization) -> dict[s
 
 
 def _block_fp8(name: str, values: StoredTensor, scales: StoredTensor) -> Stored:
-    _expect(values, name, {"F8_E4M3"}, tuple(values.data.get_shape()))
-    shape = scale_shape(values.data.get_shape())
-    _expect(scales, f"{name}_scale_inv", {"F32", "BF16", "F8_E8M0"}, shape)
+    shape = _shape(values, name, least=2)
+    _expect(values, name, {"F8_E4M3"}, shape)
+    _expect(scales, f"{name}_scale_inv", {"F32", "BF16", "F8_E8M0"}, scale_shape(shape))
     return BlockFP8Tensor(values.data, scales.data)
 
 
 def _mxfp4(name: str, values: StoredTensor, scales: StoredTensor) -> Stored:
-    groups = tuple(scales.data.get_shape())
+    groups = _shape(scales, f"{name}_scales", least=3)
     _expect(values, f"{name}_blocks", {"U8"}, (*groups, MXFP4_BLOCK // 2))
     _expect(scales, f"{name}_scales", {"U8"}, groups)
     return MXFP4Tensor(values.data, scales.data)
+
+
+def _shape(tensor: StoredTensor, name: str, least: int) -> tuple[int, ...]:
+    shape = tensor.data.get_shape()
+    if len(shape) < least:
+        raise ValueError(
+            f"{tensor.file}: {name} has shape {shape}, expected a matrix"
+            f"{' of each expert' if least > 2 else ''}: nothing else is quantized"
+        )
+    return tuple(shape)
 
 
 def _expect(tensor: StoredTensor, name: str, dtypes: set[str], shape: tuple[int, ...]) -> None:

@@ -4,11 +4,12 @@ A family's `Layout` is a list of `Rule`s (see `rules.py`). `expand` spells the r
 layer and expert, in one fixed order, under Megatron's names with *global* layer and expert numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rltrain.weights.architecture import MLA, Architecture
 from rltrain.weights.placement import Axis, Placement
+from rltrain.weights.stacked import Stacked
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,8 @@ class Part:
 
     name: str
     shape: str
-    stacked: str | None = None
-    """Where else it may lie: in a tensor ``[experts, rows, columns]`` of all experts of a layer."""
-    rows: tuple[int, int] = (0, 1)
-    """Which rows of ``stacked``: part i of n equal ones."""
+    stacked: Stacked | None = None
+    """Where else it may lie: in a tensor of all experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,13 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
-    stacked: str | None
-    rows: tuple[int, int]
+    stacked: Stacked | None
     expert: int | None
+
+    @property
+    def sent_as(self) -> str:
+        """The name of what a checkpoint or an engine gets of it: perhaps that of all experts."""
+        return self.stacked.name if self.stacked and self.stacked.only else self.name
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
         "vocab": arch.vocab_size,
         "one": 1,
         "hidden": arch.hidden_size,
+        "heads": arch.num_heads,
         "twice_hidden": 2 * arch.hidden_size,
         "q": arch.num_heads * arch.head_dim,
         "kv": arch.num_kv_heads * arch.head_dim,
@@ -126,8 +130,7 @@ def expand(layout: Layout, arch: Architecture) -> tuple[Parameter, ...]:
             HfTensor(
                 fill(part.name),
                 tuple(size[word] for word in part.shape.split()),
-                fill(part.stacked) if part.stacked else None,
-                part.rows,
+                replace(part.stacked, name=fill(part.stacked.name)) if part.stacked else None,
                 expert,
             )
             for part in rule.parts

@@ -1,7 +1,8 @@
 """Loads a Hugging Face folder into a Megatron model, each rank reading only what it holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -42,6 +43,22 @@ def load_huggingface(
         target.copy_(source)
 
 
+def read_tensors(
+    path: str | Path, arch: Architecture, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """What `sender.full_tensors` would yield of the folder: whole tensors, one at a time."""
+    checkpoint = open_checkpoint(path, arch)
+    owned = [parameter for parameter in parameters(arch) if not parameter.copy]
+    every = ((parameter.rule.kind, tensor) for parameter in owned for tensor in parameter.tensors)
+    for name, group in groupby(every, key=lambda found: found[1].sent_as):
+        kind, tensor = next(group)
+        kept = torch.float32 if kind == "buffer" else dtype
+        if name == tensor.name:
+            yield name, checkpoint.read(tensor, 0, 0, tensor.shape[0]).to(kept)
+        else:
+            yield name, checkpoint.tensors[name].data[:].to(kept)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The tensors of one folder by the name under which each is stored."""
@@ -50,9 +67,11 @@ class Checkpoint:
 
     def stored_name(self, tensor: HfTensor) -> str:
         """The name under which the tensor lies here: its own, or that of all experts together."""
-        if tensor.name not in self.tensors and tensor.stacked in self.tensors:
-            assert tensor.stacked is not None
-            return tensor.stacked
+        stacked = tensor.stacked
+        if stacked and (
+            stacked.only or (tensor.name not in self.tensors and stacked.name in self.tensors)
+        ):
+            return stacked.name
         return tensor.name
 
     def read(self, tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
@@ -61,11 +80,8 @@ class Checkpoint:
         stored = self.tensors[name].data
         if name == tensor.name:
             return stored[start:stop] if dim == 0 else stored[:, start:stop]
-        first = tensor.rows[0] * tensor.shape[0]
-        if dim == 0:
-            return stored[tensor.expert, first + start : first + stop]
-        rows = slice(first, first + tensor.shape[0])
-        return stored[tensor.expert, rows, start:stop]
+        assert tensor.stacked is not None and tensor.expert is not None
+        return tensor.stacked.read(stored, tensor.expert, tensor.shape, dim, start, stop)
 
 
 def open_checkpoint(path: str | Path, arch: Architecture) -> Checkpoint:
@@ -91,7 +107,8 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
         found = checkpoint.tensors[name]
         shape = tensor.shape
         if name != tensor.name:
-            shape = (arch.num_experts, tensor.rows[1] * shape[0], *shape[1:])
+            assert tensor.stacked is not None
+            shape = tensor.stacked.shape(arch.num_experts, shape)
         if tuple(found.data.get_shape()) != shape:
             raise ValueError(
                 f"{found.file}: {name} has shape {found.data.get_shape()}, "

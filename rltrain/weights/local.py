@@ -11,7 +11,7 @@ from rltrain.weights.families import parameters
 from rltrain.weights.placement import Placement
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
-_EXPERT = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)(\d+)$")
+_EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 _BUFFER = ".mlp.router.expert_bias"
 _WRAPPERS = re.compile(r"^(module\.)+")
 
@@ -39,7 +39,7 @@ def local_parameters(
         for wrapped, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
             name = _WRAPPERS.sub("", wrapped)
             name = _LAYER.sub(lambda m, layers=layers: f"decoder.layers.{layers[m[1]]}", name)  # type: ignore[misc]
-            name = _EXPERT.sub(lambda m: str(first_expert + int(m[1])), name)
+            name = _EXPERT.sub(lambda m: f"{m[1]}{first_expert + int(m[2])}", name)
             if isinstance(tensor, nn.Parameter) or name.endswith(_BUFFER):
                 assert name not in found, f"two parameters are {name}"
                 found[name] = tensor

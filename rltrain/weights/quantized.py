@@ -44,7 +44,7 @@ def quantize(tensor: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Te
     blocks = padded.view(grid[0], block[0], grid[1], block[1])
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=_SMALLEST_MAX)
     scale = largest / FP8_MAX
-    quantized = (blocks * (1.0 / scale)).to(FP8).view_as(padded)
+    quantized = blocks.mul_(1.0 / scale).to(FP8).view_as(padded)  # `padded` is our own copy
     return quantized[:rows, :columns].contiguous(), scale.view(grid)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -30,6 +30,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
@@ -39,7 +41,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.digest import model_digest
+from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
 from rltrain.weights.families import read_architecture
+from rltrain.weights.load import read_tensors
 from rltrain.weights.mtp import is_left_out
 from rltrain.weights.transport import Bucket, TensorEntry, read_bucket
 
@@ -95,6 +99,29 @@ class ReceiverExtension:
         return model_digest(self.model_runner.get_model())
 
 
+@register_model_loader(LOAD_FORMAT)
+class FolderLoader(BaseModelLoader):
+    """Loads a folder that stores its weights otherwise than the engine is to hold them.
+
+    They are what a weight sync of the same values would bring. ``hf_overrides`` has told vLLM the
+    ``quantization_config`` to build the model for.
+    """
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """The folder is a local one."""
+
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        arch = read_architecture(model_config.model, "skip")
+        device = next(model.parameters()).device
+        read = read_tensors(model_config.model, arch, model_config.dtype)
+        tensors = ((name, tensor.to(device)) for name, tensor in read)
+        model.load_weights(in_fp8(tensors, arch) if holds_fp8(model_config) else tensors)
+
+
+def holds_fp8(model_config: ModelConfig) -> bool:
+    return getattr(model_config.hf_config, "quantization_config", None) is not None
+
+
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
     """Shared memory needs no rendezvous."""
@@ -125,6 +152,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        self._reads_otherwise = vllm_config.load_config.load_format == LOAD_FORMAT
         self._received: set[str] = set()
         self._tied = tied_modules(model)
         self._next_bucket = 0
@@ -198,10 +226,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _check_complete(self) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
         unfilled = unfilled_modules(self.model, self._tied)
-        required = checkpoint_names(Path(self.model_config.model))
+        required = set(self._checkpoint_names())
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
-        # The engine has no layers that predict further tokens, and whether they are sent is all one.
+        # The engine has no layers that predict further tokens: whether they are sent is all one.
         arch = read_architecture(self.model_config.model, "skip", bridge=True)
         required, received = (
             {name for name in names if not is_left_out(name, arch)}
@@ -215,6 +243,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 f"{sorted(missing)[:8] or 'unknown names'} ({len(missing)} in all); engine modules "
                 f"not filled: {unfilled[:8]}. Send every tensor of the checkpoint, to a new engine"
             )
+
+    def _checkpoint_names(self) -> frozenset[str]:
+        folder = self.model_config.model
+        if self._reads_otherwise:
+            return sent_names(read_architecture(folder, "skip"), fp8=holds_fp8(self.model_config))
+        return checkpoint_names(Path(folder))
 
 
 def tied_modules(model: torch.nn.Module) -> list[Any]:
@@ -240,10 +274,19 @@ def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) ->
         # One that cannot load is complete, and already processed.
         if not info.can_load() or module in tied:
             continue
-        needed = sum(p.numel() for p in module.parameters(recurse=False)) - _padding(module)
+        needed = sum(
+            parameter.numel()
+            for name, parameter in module.named_parameters(recurse=False)
+            if name not in _KV_CACHE_SCALES
+        ) - _padding(module)
         if info.load_numel < needed:
             unfilled.append(f"{name} ({info.load_numel} of {needed} elements)")
     return unfilled
+
+
+# An attention layer has these under an FP8 quantization_config. No checkpoint of ours does, and
+# vLLM takes 1 for them then.
+_KV_CACHE_SCALES = {"q_scale", "k_scale", "v_scale", "prob_scale"}
 
 
 def checkpoint_names(folder: Path) -> frozenset[str]:

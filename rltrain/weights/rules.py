@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.layout import Layout, Part, Rule
+from rltrain.weights.stacked import Stacked
 
 HF = "model.layers.{layer}."
 MEGATRON = "decoder.layers.{layer}."
@@ -92,8 +93,12 @@ def _attention(arch: Architecture) -> tuple[Rule, ...]:
         qkv("weight", " hidden"),
         rule("linear_proj.weight", "self_attn.o_proj.weight", "hidden q", 1),
     ]
-    if arch.qkv_bias:
+    if arch.qkv_bias or arch.linear_bias:
         found.insert(2, qkv("bias", ""))
+    if arch.linear_bias:
+        found.append(rule("linear_proj.bias", "self_attn.o_proj.bias", "hidden"))
+    if arch.attention_sinks:
+        found.append(rule("core_attention.softmax_offset", "self_attn.sinks", "heads", 0))
     if arch.qk_norm == "heads":
         found += [
             rule("q_layernorm.weight", "self_attn.q_norm.weight", "head"),
@@ -140,6 +145,9 @@ def _moe(arch: Architecture, names: Names) -> tuple[Rule, ...]:
         Rule(MEGATRON + "pre_mlp_layernorm.weight", (_NORM_BEFORE_MLP,)),
         Rule(MEGATRON + "mlp.router.weight", (router,)),
     ]
+    if arch.linear_bias:
+        offset = Part(block + names.router + ".bias", "experts")
+        found.append(Rule(MEGATRON + "mlp.router.bias", (offset,)))
     if arch.expert_bias:
         bias = Part(block + names.router + ".e_score_correction_bias", "experts")
         found.append(Rule(MEGATRON + "mlp.router.expert_bias", (bias,), kind="buffer"))
@@ -175,14 +183,16 @@ def _expert(names: Names) -> tuple[Rule, ...]:
         Rule(
             MEGATRON + "mlp.experts.linear_fc1.weight{expert}",
             tuple(
-                Part(one + name + ".weight", "expert hidden", stacked + "gate_up_proj", rows)
-                for name, rows in gate_up
+                Part(
+                    one + name + ".weight", "expert hidden", Stacked(stacked + "gate_up_proj", part)
+                )
+                for name, part in gate_up
             ),
             cut=0,
         ),
         Rule(
             MEGATRON + "mlp.experts.linear_fc2.weight{expert}",
-            (Part(one + names.down + ".weight", "hidden expert", stacked + "down_proj"),),
+            (Part(one + names.down + ".weight", "hidden expert", Stacked(stacked + "down_proj")),),
             cut=1,
         ),
     )

@@ -4,7 +4,7 @@ Export to a folder and sync to the rollout engine both go through `full_tensors`
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.layout import Parameter
+from rltrain.weights.layout import HfTensor, Parameter
 from rltrain.weights.local import local_parameters
 from rltrain.weights.mapping import disassemble
 from rltrain.weights.placement import Axis, Grid, Placement
@@ -34,14 +34,45 @@ def full_tensors(
 
     Collective over the groups of ``mesh``: all ranks must run the iterator to its end, in
     step. The order is fixed by architecture and ``ep``. What is held at a time is one parameter,
-    or one expert of each expert-parallel rank. The tensors are contiguous; they may be the
-    parameters themselves or share memory with each other, so copy what is to outlive the next
-    optimizer step, and write to none.
+    or one expert of each expert-parallel rank and, in a family that has no tensor per expert, one
+    tensor of all experts of a layer. The tensors are contiguous; they may be the parameters
+    themselves or share memory with each other, so copy what is to outlive the next optimizer step,
+    and write to none.
 
     ``value`` picks what is gathered of a parameter: its weights, or anything of the same shape,
     like ``lambda p: p.main_grad``. What is not trained has weights only and is left out then.
     Buffers keep their fp32 whatever ``dtype``.
     """
+    pieces = _pieces(chunks, arch, mesh, dtype, value)
+    for name, group in groupby(pieces, key=lambda piece: piece[0].sent_as):
+        yield name, _put_together(group, arch.num_experts)
+
+
+def _put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
+    """Each piece is copied as it comes, so that never more than a few are held beside the whole."""
+    first, whole = next(pieces)
+    if first.sent_as == first.name:
+        return whole
+    assert first.stacked is not None
+    pieces = chain([(first, whole)], pieces)
+    whole = whole.new_empty(first.stacked.shape(num_experts, first.shape))
+    filled = 0
+    for tensor, values in pieces:
+        assert tensor.stacked is not None and tensor.expert is not None
+        tensor.stacked.within(whole, tensor.expert).copy_(values)
+        filled += values.numel()
+    assert filled == whole.numel()
+    return whole
+
+
+def _pieces(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype,
+    value: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[HfTensor, Tensor]]:
+    """Every tensor that the map knows, on every rank; an expert's alone."""
     placement = Placement.of(mesh)
     held = local_parameters(chunks, arch, placement)
     owned = [
@@ -54,13 +85,13 @@ def full_tensors(
         kept = torch.float32 if batch[0].rule.kind == "buffer" else dtype
         stage = stages[batch[0].name]
         if stage == placement.pp.rank:
-            named = _gather(batch, held, arch, placement, kept, value)
+            pieces = _gather(batch, held, arch, placement, kept, value)
         else:
             device = next(iter(held.values())).device
-            named = _empty(batch, kept, device)
-        for _, tensor in named if placement.pp.size > 1 else ():
-            dist.broadcast(tensor, group=placement.pp.group, group_src=stage)
-        yield from named
+            pieces = _empty(batch, kept, device)
+        for _, values in pieces if placement.pp.size > 1 else ():
+            dist.broadcast(values, group=placement.pp.group, group_src=stage)
+        yield from pieces
 
 
 def _stages(owned: Sequence[Parameter], held: Mapping[str, Tensor], pp: Axis) -> dict[str, int]:
@@ -96,7 +127,7 @@ def _gather(
     placement: Placement,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
-) -> list[tuple[str, Tensor]]:
+) -> list[tuple[HfTensor, Tensor]]:
     """The Hugging Face tensors of a batch, on the ranks of the stage that has it."""
     ep = placement.ep if batch[0].expert is not None else Axis()
     mine = batch[ep.rank]
@@ -104,9 +135,11 @@ def _gather(
     shards = _all_gather(local, mine.axis(placement))
     by_cut_then_expert = [_all_gather(shard, ep) for shard in shards]
     return [
-        named
+        (tensor, values)
         for parameter, cuts in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
-        for named in disassemble(parameter, cuts, arch)
+        for tensor, (_, values) in zip(
+            parameter.tensors, disassemble(parameter, cuts, arch), strict=True
+        )
     ]
 
 
@@ -120,9 +153,9 @@ def _all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
 
 def _empty(
     batch: Sequence[Parameter], dtype: torch.dtype, device: torch.device
-) -> list[tuple[str, Tensor]]:
+) -> list[tuple[HfTensor, Tensor]]:
     return [
-        (tensor.name, torch.empty(tensor.shape, dtype=dtype, device=device))
+        (tensor, torch.empty(tensor.shape, dtype=dtype, device=device))
         for parameter in batch
         for tensor in parameter.tensors
     ]

@@ -22,6 +22,7 @@ from rltrain.config import Config
 from rltrain.data.packing import pack, plan_step
 from rltrain.policy.pass_file import relative_error
 from rltrain.routing.align import last_rows
+from rltrain.weights.transport import read_bucket
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -168,6 +169,8 @@ def test_perturbed_routes_move_the_logprobs_after_them_only(
 def run_cases(rank: int, folder: Path) -> None:
     for name, case in CASES.items():
         values = {"policy": {"parallel": case.parallel, "recompute": case.recompute}}
+        if name in ONE.values():
+            values["rollout"] = {"quantization": "fp8"}  # changes what is sent, and nothing else
         config = Config.model_validate(values | {"optimizer": {"lr": 1e-2, "eps": 1e-4}})
         if rank < config.policy.parallel.world_size:
             _run_case(rank, folder, name, case, config)
@@ -223,6 +226,18 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
         found[f"parameter/{key}"] = value.clone()
     if rank == 0:
         save_file(found, folder / f"{name}.{rank}.safetensors")
+    if config.rollout.quantization == "fp8":
+        worker.begin_weight_stream("bfloat16")
+        sent: dict[str, Tensor] = {}
+        while (bucket := worker.next_weight_bucket()) is not None:
+            sent |= dict(read_bucket(bucket))
+        worker.export_for_engine(str(folder / f"{name}.engine"))
+        exported = load_file(folder / f"{name}.engine" / "model.safetensors")
+        assert exported.keys() == sent.keys()
+        assert sum(t.dtype == torch.float8_e4m3fn for t in sent.values()) > EXPERTS
+        assert all(
+            torch.equal(exported[n].view(torch.uint8), t.view(torch.uint8)) for n, t in sent.items()
+        )
     destroy_mesh()
 
 

@@ -14,6 +14,7 @@ from rltrain.policy.layout_row import Row
 SHORT = [
     Case(ParallelConfig(pp=2, vpp=2), "deepseek mtp", options=FULL),
     Case(ParallelConfig(tp=2, cp=2, pp=2), options=MOE),
+    Case(ParallelConfig(tp=2, cp=2, ep=2), "gpt-oss", options=MOE),
     Case(ParallelConfig(tp=2, etp=2, ep=2, dp=2, pp=2), "deepseek mla", options=FULL),
 ]
 ROW = Row(

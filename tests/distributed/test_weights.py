@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
+from rltrain.weights.engine_fp8 import fp8_config
 from rltrain.weights.families import read_architecture
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
@@ -123,6 +124,10 @@ def load_run_export(rank: int, root: Path) -> None:
             export_huggingface(target, root / name, chunks, arch, mesh)
         narrow = root / f"{name}.bf16"
         export_huggingface(narrow, root / name, chunks, arch, mesh, dtype=torch.bfloat16)
+        quant = root / f"{name}.fp8"
+        export_huggingface(quant, root / name, chunks, arch, mesh, torch.bfloat16, fp8=True)
+        load_huggingface(quant, chunks, arch, mesh)  # and out again: plain, and saying so
+        export_huggingface(root / f"{name}.dequantized", quant, chunks, arch, mesh)
 
 
 @pytest.mark.parametrize("name", ["moe", "unnormalised", "dense"])
@@ -159,6 +164,31 @@ def test_export_in_another_dtype_says_so(folder: Path) -> None:
     assert json.loads((folder / "moe.bf16" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("name", ["moe", "unnormalised", "dense"])
+def test_export_in_fp8_and_what_comes_of_it(folder: Path, name: str) -> None:
+    """The matrices of attention and experts, in blocks; then a folder in FP8 as the source."""
+    plain, exported, back = (
+        load_file(folder / f"{name}.{kind}" / "model.safetensors")
+        for kind in ("bf16", "fp8", "dequantized")
+    )
+    matrices = {n for n in plain if n.endswith("_proj.weight")}
+    assert exported.keys() == plain.keys() | {f"{n}_scale_inv" for n in matrices}
+    assert back.keys() == plain.keys()
+    for n, tensor in plain.items():
+        if n in matrices:  # smaller than a block, all of them
+            assert exported[n].dtype == torch.float8_e4m3fn
+            tensor = exported[n].float() * exported[f"{n}_scale_inv"]
+            assert (tensor - plain[n].float()).abs().max() <= plain[n].abs().max() / 16
+        assert torch.equal(back[n], tensor.float())
+    configs = [
+        json.loads((folder / f"{name}.{kind}" / "config.json").read_text())
+        for kind in ("bf16", "fp8", "dequantized")
+    ]
+    assert configs[1].pop("quantization_config") == fp8_config(read_architecture(folder / name))
+    assert configs[1] == configs[0]
+    assert configs[2] == configs[0] | {"dtype": "float32"}
+
+
 def gather_everywhere(rank: int, root: Path) -> None:
     """On four ranks: in every layout each rank gathers the original, bit by bit."""
     from rltrain.policy.mesh import destroy_mesh, init_mesh
@@ -186,6 +216,11 @@ def gather_everywhere(rank: int, root: Path) -> None:
         assert orders[0] == orders[1]
         for n, t in full_tensors(chunks, arch, mesh, torch.float32, value=lambda p: 2 * p.data):
             assert torch.equal(t, 2 * original[n]), (name, n)
+        load_huggingface(root / f"{case.model}.fp8", chunks, arch, mesh)
+        values = load_file(root / f"{case.model}.dequantized" / "model.safetensors")
+        for n, t in full_tensors(chunks, arch, mesh, torch.float32):
+            assert torch.equal(t, values[n]), (name, n)
+        load_huggingface(source, chunks, arch, mesh)
         export_huggingface(
             root / f"{name}.export", source, chunks, arch, mesh, max_shard_bytes=20_000
         )

@@ -16,6 +16,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -68,6 +70,33 @@ def _llama3() -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
+# With a truncated border the second pair of dims would be left alone; here it is slowed in part.
+PLAIN_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _gpt_oss() -> PreTrainedModel:
+    """The window is shorter than most sequences, and a third of gate and up is beyond the limit."""
+    config = GptOssConfig(
+        **SIZES,
+        **HEADS,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        rope_parameters={**PLAIN_YARN, "truncate": False},
+    )
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp.experts.gate_up_proj.data *= 6
+    return model
+
+
 def _mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=8))
 
@@ -91,6 +120,10 @@ def _qwen2_moe() -> PreTrainedModel:
 
 def _qwen3() -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=True))
+
+
+def _qwen3_yarn() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, rope_parameters=PLAIN_YARN))
 
 
 def _qwen3_moe() -> PreTrainedModel:
@@ -167,6 +200,7 @@ def _glm4_moe(**changes: Any) -> PreTrainedModel:
 
 
 TINY: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
     "llama, llama3 rope, tied": _llama3,
     "mixtral": _mixtral,
@@ -174,6 +208,7 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
+    "qwen3, yarn": _qwen3_yarn,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2_lite,
     "deepseek_v2, in groups": _deepseek_v2_in_groups,
@@ -195,8 +230,8 @@ def make(name: str, scale: float = 1.0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = TINY[name]().eval()
-        for parameter in model.state_dict().values():
-            if parameter.ndim > 1:
+        for key, parameter in model.state_dict().items():
+            if parameter.ndim > 1 and not key.endswith("bias"):
                 parameter.mul_(scale)
             elif parameter.is_floating_point():
                 ones = bool((parameter == 1).all())

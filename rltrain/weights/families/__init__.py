@@ -12,6 +12,7 @@ from rltrain.weights.config_json import Fields, read_json
 from rltrain.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from rltrain.weights.families.family import Family
 from rltrain.weights.families.glm import GLM4_MOE
+from rltrain.weights.families.gpt_oss import GPT_OSS
 from rltrain.weights.families.llama import LLAMA
 from rltrain.weights.families.mixtral import MIXTRAL
 from rltrain.weights.families.olmoe import OLMOE
@@ -19,6 +20,7 @@ from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
 from rltrain.weights.layout import Parameter, expand
 from rltrain.weights.mtp import MTP, settled
+from rltrain.weights.quantization import quantization
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family
@@ -33,8 +35,15 @@ FAMILIES: dict[FamilyName, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE,
+        GPT_OSS,
     )
 }
+REFUSED = {
+    "Qwen3NextForCausalLM": "Megatron's gated delta net takes no packed sequences, which every "
+    "pass here is made of (megatron/core/ssm/gated_delta_net.py of megatron-core 0.16.1 raises "
+    "NotImplementedError for them)",
+}
+"""Classes of transformers that are known and cannot be trained, and why."""
 _CLASSES = {name: family for family in FAMILIES.values() for name in family.classes}
 
 
@@ -52,7 +61,7 @@ def architecture_from_config(
     config: Mapping[str, Any], where: str, *, bridge: bool = False
 ) -> Architecture:
     """As ``read_architecture``, from the parsed file; ``where`` stands in the errors."""
-    family = _family(config)
+    family = _family(config, where)
     if family is None:
         if not (bridge and is_installed()):
             raise ValueError(
@@ -63,14 +72,17 @@ def architecture_from_config(
     fields = Fields(config, where)
     settings = family.read(fields)
     fields.refuse_unread(family.name)
+    quantization(config, where)  # not a part of the architecture, but readable it must be
     try:
         return Architecture(family=family.name, **settings)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _family(config: Mapping[str, Any]) -> Family | None:
+def _family(config: Mapping[str, Any], where: str) -> Family | None:
     named = config.get("architectures") or []
+    if len(named) == 1 and named[0] in REFUSED:
+        raise ValueError(f"{where}: {named[0]} cannot be trained: {REFUSED[named[0]]}")
     return _CLASSES.get(named[0]) if len(named) == 1 else None
 
 

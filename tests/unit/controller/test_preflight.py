@@ -12,6 +12,7 @@ from rltrain.config import Config
 from rltrain.controller.preflight import (
     Sizes,
     check_data,
+    check_imported,
     check_layout,
     check_output,
     check_ranks,
@@ -20,9 +21,12 @@ from rltrain.controller.preflight import (
     read_sizes,
 )
 from rltrain.main import compose, main, start_folder
+from rltrain.weights import manifest
 
 ROOT = Path(__file__).parents[3]
-MOE = Sizes(num_heads=4, num_kv_heads=2, num_experts=32, num_layers=4, expert_size=48)
+MOE = Sizes(
+    num_heads=4, num_kv_heads=2, num_experts=32, num_layers=4, expert_size=48, max_positions=2048
+)
 
 
 def with_layout(policy: dict[str, Any] | None = None, **sizes: Any) -> Config:
@@ -63,6 +67,8 @@ def test_the_main_recipe_passes_and_gets_its_folder(tmp_path: Path) -> None:
         ("data=jsonl data.path={}/none.jsonl", "data.path={}/none.jsonl: expected a file"),
         ("data.reward.function=no_such_module.score", "No module named 'no_such_module'"),
         ("policy.parallel.dp=512 trainer.prompts_per_step=256", "expected at most 4 ranks a core"),
+        ("data.max_prompt_tokens=2040", "expected together at most the 2048 positions"),
+        ("rollout.quantization=fp8", "fp8: expected a GPU, found cluster.device=cpu"),
         ("trainer.output_dir={}/file/run", "expected a folder that can be written"),
     ],
 )
@@ -87,7 +93,9 @@ def test_a_dense_model_has_nothing_to_replay(mode: str, tmp_path: Path) -> None:
         preflight(compose([f"routing_replay={mode}", model, folder]))
     with pytest.raises(ValueError, match="capture=true: expected a model with routers"):
         preflight(compose([model, folder]))
-    preflight(compose([model, folder, "routing_replay.capture=false"]))
+    # Nothing is left to refuse but that the folder holds no weights.
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+        preflight(compose([model, folder, "routing_replay.capture=false"]))
 
 
 def test_the_layout_divides_the_model() -> None:
@@ -128,7 +136,7 @@ def test_the_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     save_dense_model(tmp_path)
     config = Config.model_validate({"model": {"path": str(tmp_path)}})
     assert read_sizes(config) == Sizes(
-        num_heads=4, num_kv_heads=2, num_experts=0, num_layers=2, expert_size=0
+        num_heads=4, num_kv_heads=2, num_experts=0, num_layers=2, expert_size=0, max_positions=128
     )
 
 
@@ -191,3 +199,22 @@ def test_the_checks_import_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_imported_weights_are_whole_and_of_the_model(tmp_path: Path) -> None:
+    model, weights = tmp_path / "model", tmp_path / "weights"
+    for folder in (model, weights / "huggingface"):
+        folder.mkdir(parents=True)
+        save_dense_model(folder)
+    config = Config.model_validate({"model": {"path": str(model), "weights": str(weights)}}).model
+    with pytest.raises(ValueError, match=r"expected manifest\.json beside"):
+        check_imported(config)
+    manifest.write(weights)
+    check_imported(config)
+    changed = json.loads((model / "config.json").read_text()) | {"vocab_size": 7}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="found the weights of another architecture"):
+        check_imported(config)
+    (weights / "huggingface" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"its content is not what manifest\.json says"):
+        check_imported(config)

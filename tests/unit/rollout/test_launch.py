@@ -52,6 +52,26 @@ def test_engine_options_are_passed_on() -> None:
     assert args["max_num_seqs"] == 4
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("stored", "held", "read_by_vllm"),
+    [(None, None, True), (FP8, FP8, True), (None, FP8, False), (FP8, None, False)],
+)
+def test_vllm_reads_the_weights_itself_only_where_they_are_stored_as_it_holds_them(
+    stored: Any, held: Any, read_by_vllm: bool, tmp_path: Path
+) -> None:
+    config = {} if stored is None else {"quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = chosen_args(replace(SPEC, model_path=str(tmp_path), quantization=held))
+    if read_by_vllm:
+        assert "load_format" not in args and "quantization_config" not in args["hf_overrides"]
+    else:
+        assert args["load_format"] == "rltrain"
+        assert args["hf_overrides"]["quantization_config"] == held
+
+
 def test_the_head_multiplies_in_fp32_where_the_engine_can() -> None:
     asked = with_rollout(head="fp32", engine_args={"hf_overrides": {"rope_theta": 1e4}})
     overrides = {"rope_theta": 1e4, "head_dtype": "float32"}

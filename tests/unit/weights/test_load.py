@@ -7,15 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.export import write_safetensors
 from rltrain.weights.families import parameters
 from rltrain.weights.files import INDEX, SINGLE
-from rltrain.weights.load import open_checkpoint
+from rltrain.weights.load import open_checkpoint, read_tensors
 from rltrain.weights.local import local_parameters
 from rltrain.weights.mapping import assemble
 from rltrain.weights.placement import Axis, Placement
+from rltrain.weights.quantized import quantize, scale_shape
 
 ARCH = Architecture(
     family="qwen3_moe",
@@ -75,6 +77,74 @@ def test_experts_together_or_apart_and_in_one_file_or_several(tmp_path: Path):
             expected = assemble(parameter, apart.read, ARCH, axis)
             assert torch.equal(assemble(parameter, together.read, ARCH, axis), expected)
             assert torch.equal(assemble(parameter, several.read, ARCH, axis), expected)
+
+
+QUANTIZED = Architecture(**{**vars(ARCH), "hidden_size": 160, "expert_size": 192, "head_dim": 96})
+
+
+def quantized(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The matrices of attention and experts as FP8 blocks, and what they then stand for."""
+    stored, read = {}, {}
+    for name, tensor in tensors.items():
+        if ("proj" not in name) or tensor.dim() < 2:
+            stored[name] = read[name] = tensor
+            continue
+        pairs = [quantize(matrix) for matrix in tensor.reshape(-1, *tensor.shape[-2:])]
+        values, scale = (torch.stack(list(part)) for part in zip(*pairs, strict=True))
+        grown = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)
+        plain = values.float() * grown[:, : tensor.shape[-2], : tensor.shape[-1]]
+        stored[name] = values.view(tensor.shape)
+        stored[f"{name}_scale_inv"] = scale.view(scale_shape(tensor.shape))
+        read[name] = plain.view(tensor.shape)
+    return stored, read
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_fp8_blocks_read_as_plain_tensors(tmp_path: Path, together: bool):
+    """With experts together their blocks reach across an expert's gate and up projection."""
+    tensors = random_checkpoint(QUANTIZED)
+    stored, read = quantized(stacked(tensors) if together else tensors)
+    quant, plain = tmp_path / "quantized", tmp_path / "plain"
+    for folder, content in ((quant, stored), (plain, read)):
+        folder.mkdir()
+        write_safetensors(folder, content.items(), max_shard_bytes=200_000)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (quant / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found, expected = open_checkpoint(quant, QUANTIZED), open_checkpoint(plain, QUANTIZED)
+    for parameter in parameters(QUANTIZED):
+        for axis in [Axis(), Axis(0, 2), Axis(1, 2)]:
+            if axis.size == 1 or parameter.rule.cut is not None:
+                ours = assemble(parameter, found.read, QUANTIZED, axis)
+                assert torch.equal(ours, assemble(parameter, expected.read, QUANTIZED, axis))
+    whole = dict(read_tensors(quant, QUANTIZED, torch.float32))
+    assert whole.keys() == tensors.keys()
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    assert (whole[name] - tensors[name]).abs().max() <= tensors[name].abs().max() / 16
+
+
+def test_mxfp4_experts_read_as_plain_tensors(tmp_path: Path):
+    """Stored with rows and columns swapped, as gpt-oss is."""
+    tensors = stacked(random_checkpoint(QUANTIZED))
+    stored, plain = dict(tensors), dict(tensors)
+    for part in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.{part}"
+        experts, rows, columns = stored.pop(name).shape
+        blocks = torch.randint(256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, (experts, columns, rows // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    quant = tmp_path / "quantized"
+    for folder, content in ((quant, stored), (tmp_path, plain)):
+        folder.mkdir(exist_ok=True)
+        save_file(content, folder / SINGLE)
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    (quant / "config.json").write_text(json.dumps(config))
+    found, expected = open_checkpoint(quant, QUANTIZED), open_checkpoint(tmp_path, QUANTIZED)
+    for parameter in parameters(QUANTIZED):
+        if parameter.expert is not None:
+            for axis in [Axis(), Axis(1, 2)]:
+                ours = assemble(parameter, found.read, QUANTIZED, axis)
+                assert torch.equal(ours, assemble(parameter, expected.read, QUANTIZED, axis))
 
 
 @pytest.mark.parametrize(

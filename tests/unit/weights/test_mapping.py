@@ -37,7 +37,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         expert_size=4 if num_experts else 0,
         moe_layers=(num_layers - 1,) if num_experts else (),
         qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.sampled_from(["none", "heads", "all"])),
+        qk_norm=draw(st.sampled_from(["none", "heads"])),
     )
 
 

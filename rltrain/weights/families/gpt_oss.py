@@ -1,0 +1,88 @@
+"""gpt-oss (20b, 120b): attention sinks, windows in every other layer, biases, its own activation.
+
+Read against ``transformers/models/gpt_oss`` and https://arxiv.org/abs/2508.10925.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.config_json import Fields, decoder, experts
+from rltrain.weights.families.family import Family
+from rltrain.weights.layout import Layout, Part, Rule
+from rltrain.weights.rules import HF, MEGATRON, Names, usual_layout
+from rltrain.weights.stacked import Stacked
+
+_LIMIT = 7.0
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.required("rope_scaling", "rope_parameters")  # transformers' default is a YaRN
+    fields.required("head_dim")  # and 64 whatever the other sizes
+    shared = decoder(fields)
+    routed = experts(fields, "num_local_experts", "num_experts")
+    fields.only("experts_per_token", routed["experts_per_token"])
+    fields.ignore("initial_context_length")  # the rotary embedding has it once more
+    fields.only("attention_bias", True)
+    fields.only("swiglu_alpha", 1.702)  # vLLM has this built in, and the next two; transformers not
+    fields.only("swiglu_limit", _LIMIT)
+    return {
+        **shared,
+        **routed,
+        "expert_size": shared["ffn_size"],
+        "norm_topk_prob": True,
+        "moe_layers": tuple(range(shared["num_layers"])),
+        "linear_bias": True,
+        "swiglu_limit": _LIMIT,
+        "attention_sinks": True,
+        **_windows(fields, shared["num_layers"]),
+    }
+
+
+def _windows(fields: Fields, num_layers: int) -> dict[str, Any]:
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    fields.only("layer_types", kinds)
+    return {
+        "window": fields.size("sliding_window"),
+        "windowed_layers": tuple(range(0, num_layers, 2)),
+    }
+
+
+# Gate and up of an expert alternate, and matrices lie transposed. No checkpoint names an expert
+# alone: the names below only say which one is meant.
+_ONE = HF + "mlp.experts.{expert}."
+_ALL = HF + "mlp.experts."
+_GATE_AND_UP = (("gate_proj", (0, 2)), ("up_proj", (1, 2)))
+
+
+def _gate_up(kind: str, columns: str, name: str, *, transposed: bool) -> Rule:
+    parts = (
+        Part(
+            f"{_ONE}{one}.{kind}",
+            "expert" + columns,
+            Stacked(_ALL + name, part, interleaved=True, transposed=transposed, only=True),
+        )
+        for one, part in _GATE_AND_UP
+    )
+    return Rule(f"{MEGATRON}mlp.experts.linear_fc1.{kind}{{expert}}", tuple(parts), cut=0)
+
+
+def _down(kind: str, columns: str, name: str, *, cut: int | None, transposed: bool) -> Rule:
+    place = Stacked(_ALL + name, transposed=transposed, only=True)
+    part = Part(f"{_ONE}down_proj.{kind}", "hidden" + columns, place)
+    return Rule(f"{MEGATRON}mlp.experts.linear_fc2.{kind}{{expert}}", (part,), cut=cut)
+
+
+_EXPERT = (
+    _gate_up("weight", " hidden", "gate_up_proj", transposed=True),
+    _gate_up("bias", "", "gate_up_proj_bias", transposed=False),
+    _down("weight", " expert", "down_proj", cut=1, transposed=True),
+    _down("bias", "", "down_proj_bias", cut=None, transposed=False),
+)
+
+
+def _layout(arch: Architecture) -> Layout:
+    return replace(usual_layout(arch, Names(router="router")), expert=_EXPERT)
+
+
+GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM",), _read, _layout)

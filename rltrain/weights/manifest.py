@@ -1,0 +1,68 @@
+"""What a folder holds, by size and SHA-256 of every file: whoever opens it can tell that it is so.
+
+What is written whole but holds pickles (Megatron's checkpoints) is opened only after `check`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypedDict
+
+MANIFEST = "manifest.json"
+_THREADS = 4
+
+
+class Entry(TypedDict):
+    """What a manifest says of one file."""
+
+    bytes: int
+    sha256: str
+
+
+def entry_of(path: Path) -> Entry:
+    """Reads the whole file."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def write(folder: Path, known: Mapping[str, Entry] | None = None) -> None:
+    """Write the manifest of all files below ``folder``.
+
+    Args:
+        known: entries by name, of files that were hashed while they were written
+    """
+    entries = {**(known or {})}
+    for name in sorted(_names(folder) - entries.keys()):
+        entries[name] = entry_of(folder / name)
+    text = json.dumps(dict(sorted(entries.items())), indent=1)
+    (folder / MANIFEST).write_text(text)
+
+
+def check(folder: Path) -> None:
+    """Raise ``ValueError`` unless ``folder`` holds exactly what its manifest says."""
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none")
+    expected = json.loads((folder / MANIFEST).read_text())
+    found = _names(folder)
+    if found != set(expected):
+        raise ValueError(
+            f"{folder}: its manifest and its files differ: missing "
+            f"{sorted(set(expected) - found)}, unknown {sorted(found - set(expected))}. It was "
+            "copied in part or changed; use another checkpoint"
+        )
+    # SHA-256 lets other threads run.
+    with ThreadPoolExecutor(_THREADS) as pool:
+        entries = pool.map(lambda name: entry_of(folder / name), expected)
+        for name, entry in zip(expected, entries, strict=True):
+            if entry != expected[name]:
+                raise ValueError(
+                    f"{folder / name}: its content is not what {MANIFEST} says; "
+                    "use another checkpoint"
+                )
+
+
+def _names(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {MANIFEST}
