@@ -115,7 +115,7 @@ class Bridge:
         return provider
 
     def build_chunk(self, config: Any, mesh: Mesh, number: int) -> GPTModel:
-        """This rank's chunk ``number`` by what `config` returned, its weights still to be loaded."""
+        """This rank's chunk ``number`` by what `config` returned, weights still to be loaded."""
         return config.provide(
             pre_process=mesh.reads_tokens(number),
             post_process=mesh.yields_logits(number),
