@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.journal import Journal
-from rltrain.weights.layout import Parameter
+from rltrain.weights.layout import HfTensor, Parameter
 from rltrain.weights.manifest import MANIFEST, entry_of
 from rltrain.weights.mapping import disassemble
 from rltrain.weights.mtp import with_copies
@@ -25,7 +26,7 @@ from rltrain.weights.safetensors_file import (
     write_index,
     write_tensors,
 )
-from rltrain.weights.sender import full_tensors
+from rltrain.weights.sender import full_tensors, put_together, sent_shape
 from rltrain.weights.stored import POLICY, Progress, StoredModel, numel, owned
 from rltrain.weights.torch_dist import Reader
 
@@ -118,6 +119,11 @@ def _held_shards(
     yield shard
 
 
+Group = tuple[Parameter, ...]
+"""Parameters whose tensors are written together: one, or all experts of a layer in a family that
+has no tensor per expert."""
+
+
 @dataclass(frozen=True)
 class StoredWeights:
     """The weights in a checkpoint's ``policy/``, read as Hugging Face tensors.
@@ -135,20 +141,32 @@ class StoredWeights:
             return self.reader.dtype(self.stored.chunks[parameter.name][0])
         return torch.float32 if parameter.rule.kind == "buffer" else self.dtype
 
-    def specs(self, parameter: Parameter) -> list[TensorSpec]:
-        """Of what `read` gives."""
-        dtype = self.dtype_of(parameter)
-        shapes = with_copies([(t.name, t.shape) for t in parameter.tensors], self.arch)
-        return [TensorSpec(name, dtype, shape) for name, shape in shapes]
+    def groups(self) -> Iterator[Group]:
+        for _, group in groupby(owned(self.arch), key=lambda p: [t.sent_as for t in p.tensors]):
+            yield tuple(group)
 
-    def read(self, parameter: Parameter) -> list[tuple[str, Tensor]]:
+    def specs(self, group: Group) -> list[TensorSpec]:
+        """Of what `read` gives."""
+        dtype = self.dtype_of(group[0])
+        sent = {t.sent_as: t for p in group for t in p.tensors}
+        shapes = ((name, sent_shape(t, self.arch.num_experts)) for name, t in sent.items())
+        return [TensorSpec(name, dtype, shape) for name, shape in with_copies(shapes, self.arch)]
+
+    def read(self, group: Group) -> Iterator[tuple[str, Tensor]]:
+        pieces = (piece for parameter in group for piece in self._read(parameter))
+        sent = groupby(pieces, key=lambda piece: piece[0].sent_as)
+        whole = ((name, put_together(of, self.arch.num_experts)) for name, of in sent)
+        return with_copies(whole, self.arch)
+
+    def _read(self, parameter: Parameter) -> Iterator[tuple[HfTensor, Tensor]]:
         chunks = [self.reader.read(chunk) for chunk in self.stored.chunks[parameter.name]]
         # A chunk has leading ones where Megatron keeps many parameters as one tensor.
         dims = len(parameter.tensors[0].shape)
         rows = [chunk.reshape(chunk.shape[chunk.ndim - dims :]) for chunk in chunks]
         whole = rows[0] if len(rows) == 1 else torch.cat(rows)
         named = disassemble(parameter, [whole.to(self.dtype_of(parameter))], self.arch)
-        return list(with_copies(named, self.arch))
+        for tensor, (_, values) in zip(parameter.tensors, named, strict=True):
+            yield tensor, values
 
 
 def export_checkpoint(
@@ -161,7 +179,7 @@ def export_checkpoint(
     max_file_bytes: int = GIB,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the weights of ``checkpoint`` to the new folder ``out``, one parameter at a time.
+    """Writes the weights of ``checkpoint`` to the new folder ``out``, one `Group` at a time.
 
     Args:
         checkpoint: a run's, or an imported one; its manifest has been checked
@@ -173,7 +191,7 @@ def export_checkpoint(
     """
     weights = StoredWeights(Reader(checkpoint / POLICY), stored, arch, dtype)
     shards = list(_shards(weights, max_file_bytes))
-    specs = [[spec for p in shard for spec in weights.specs(p)] for shard in shards]
+    specs = [[spec for group in shard for spec in weights.specs(group)] for shard in shards]
     identity = {
         "source": [entry_of(checkpoint / MANIFEST), entry_of(config / "config.json")],
         "dtype": str(dtype),
@@ -182,8 +200,7 @@ def export_checkpoint(
     with Journal(out, identity) as journal:
         for number, name in enumerate(shard_names(len(shards))):
             if number < len(journal.parts):
-                for parameter in shards[number]:
-                    progress.advance(numel(parameter), 0)
+                progress.advance(sum(map(_numel, shards[number])), 0)
                 continue
             with journal.part(name) as part:
                 write_tensors(part, specs[number], _read(weights, shards[number], progress))
@@ -192,28 +209,32 @@ def export_checkpoint(
         journal.finish(with_manifest=False)
 
 
-def _shards(weights: StoredWeights, max_file_bytes: int) -> Iterator[list[Parameter]]:
-    shard: list[Parameter] = []
+def _shards(weights: StoredWeights, max_file_bytes: int) -> Iterator[list[Group]]:
+    shard: list[Group] = []
     held = 0
-    for parameter in owned(weights.arch):
-        nbytes = sum(spec.nbytes for spec in weights.specs(parameter))
+    for group in weights.groups():
+        nbytes = sum(spec.nbytes for spec in weights.specs(group))
         if shard and held + nbytes > max_file_bytes:
             yield _aligned(shard, weights)
             shard, held = [], 0
-        shard.append(parameter)
+        shard.append(group)
         held += nbytes
     yield _aligned(shard, weights)
 
 
-def _aligned(shard: list[Parameter], weights: StoredWeights) -> list[Parameter]:
-    return sorted(shard, key=lambda p: -weights.dtype_of(p).itemsize)
+def _aligned(shard: list[Group], weights: StoredWeights) -> list[Group]:
+    return sorted(shard, key=lambda group: -weights.dtype_of(group[0]).itemsize)
+
+
+def _numel(group: Group) -> int:
+    return sum(map(numel, group))
 
 
 def _read(
-    weights: StoredWeights, shard: Sequence[Parameter], progress: Progress
+    weights: StoredWeights, shard: Sequence[Group], progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    for parameter in shard:
-        for name, tensor in weights.read(parameter):
+    for group in shard:
+        for name, tensor in weights.read(group):
             yield name, tensor
             progress.advance(0, tensor.nbytes)
-        progress.advance(numel(parameter), 0)
+        progress.advance(_numel(group), 0)

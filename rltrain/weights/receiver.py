@@ -160,6 +160,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._is_half_loaded = False
         if device.type == "cpu":
             vllm_patches.apply_cpu()
+        if "GptOssForCausalLM" in (vllm_config.model_config.hf_config.architectures or ()):
+            vllm_patches.apply_gpt_oss()
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         pass

@@ -45,17 +45,16 @@ def full_tensors(
     """
     pieces = _pieces(chunks, arch, mesh, dtype, value)
     for name, group in groupby(pieces, key=lambda piece: piece[0].sent_as):
-        yield name, _put_together(group, arch.num_experts)
+        yield name, put_together(group, arch.num_experts)
 
 
-def _put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
+def put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
     """Each piece is copied as it comes, so that never more than a few are held beside the whole."""
     first, whole = next(pieces)
     if first.sent_as == first.name:
         return whole
-    assert first.stacked is not None
     pieces = chain([(first, whole)], pieces)
-    whole = whole.new_empty(first.stacked.shape(num_experts, first.shape))
+    whole = whole.new_empty(sent_shape(first, num_experts))
     filled = 0
     for tensor, values in pieces:
         assert tensor.stacked is not None and tensor.expert is not None
@@ -63,6 +62,14 @@ def _put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) -
         filled += values.numel()
     assert filled == whole.numel()
     return whole
+
+
+def sent_shape(tensor: HfTensor, num_experts: int) -> tuple[int, ...]:
+    """Of what is sent of ``tensor``: it alone, or all experts' together."""
+    if tensor.sent_as == tensor.name:
+        return tensor.shape
+    assert tensor.stacked is not None
+    return tensor.stacked.shape(num_experts, tensor.shape)
 
 
 def _pieces(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -56,10 +55,12 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(results: dict[str, dict[str, T
 
 
 def test_bfloat16_is_normed_in_fp32(results: dict[str, dict[str, Tensor]]) -> None:
+    """As transformers' OlmoeRMSNorm does it, but for what two orders of a sum round differently."""
     found = results["bf16"]
-    x, weight = found["x"].float(), found["weight"].float()
-    expected = F.rms_norm(x.flatten(1), weight.shape, weight, ARCH.norm_eps).view(x.shape)
-    torch.testing.assert_close(found["normed"].float(), expected, rtol=2**-7, atol=0)
+    x = found["x"].float().flatten(1)
+    normed = x * torch.rsqrt(x.square().mean(1, keepdim=True) + ARCH.norm_eps)
+    expected = found["weight"] * normed.to(torch.bfloat16)
+    assert (found["normed"].flatten(1) != expected).float().mean() < 0.01
 
 
 # On the ranks

@@ -26,6 +26,7 @@ from rltrain.weights.architecture import Architecture
 from rltrain.weights.export import export_checkpoint, write_safetensors
 from rltrain.weights.families import parameters, read_architecture
 from rltrain.weights.import_checkpoint import import_huggingface
+from rltrain.weights.mtp import with_copies
 from rltrain.weights.seeded import seeded
 from rltrain.weights.stored import StoredModel
 from tests.distributed.run_ranks import rendezvous, run_ranks
@@ -33,8 +34,9 @@ from tests.distributed.run_ranks import rendezvous, run_ranks
 pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
 SEEDED = "deepseek mtp"
-NAMES = ("qwen3", "qwen2_moe", "mixtral", "qwen3_moe", SEEDED)
-"""Dense and tied; biases, a shared expert and a dense layer; other names; the usual; all else."""
+NAMES = ("qwen3", "qwen2_moe", "mixtral", "qwen3_moe", "gpt_oss", SEEDED)
+"""Dense and tied; biases, a shared expert and a dense layer; other names; the usual; all experts as
+one tensor, transposed; latent attention, an expert bias and layers that predict further tokens."""
 SAVED = ("qwen3", SEEDED)
 """Megatron keeps all layers of a dense model as one tensor, and those of the other apart."""
 LAYOUTS = {"tp2 ep2": ParallelConfig(tp=2, ep=2), "pp2": ParallelConfig(pp=2)}
@@ -56,7 +58,7 @@ def save_model(root: Path, name: str) -> None:
             for p in parameters(MODELS[name])
             for t in p.tensors
         }
-        write_safetensors(folder, iter(tensors.items()), 10**9)
+        write_safetensors(folder, with_copies(tensors.items(), MODELS[name]), 10**9)
         return
     from tests.distributed.tiny_families import make  # transformers, which no child process needs
 

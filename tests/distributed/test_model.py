@@ -102,7 +102,7 @@ def check_no_setting_is_read_past(mesh: Any) -> None:
         read.clear()  # its own checks
         build_model(recording, PolicyConfig(), mesh, device=CPU, routing_replay=False)
         unread -= read
-    assert unread == {"family"}
+    assert unread == {"family", "skipped_mtp_layers"}  # they say nothing of what is built
 
 
 def check_routers(mesh: Any) -> None:

@@ -219,6 +219,9 @@ TINY: dict[str, Callable[[], PreTrainedModel]] = {
     "glm4_moe, Air": partial(_glm4_moe, use_qk_norm=False),
 }
 """A family, perhaps with what is special about this model of it -> the model."""
+WITH_EXPERTS = [name for name in TINY if name.split(",")[0] not in ("llama", "qwen2", "qwen3")]
+BF16_ALONE = ("gpt_oss",)
+"""vLLM's attention takes sinks in no other dtype on a CPU."""
 
 
 def make(name: str, scale: float = 1.0) -> PreTrainedModel:

@@ -1,14 +1,13 @@
 """What vLLM samples from models in folders, with its log-probabilities and routes.
 
-    python -m tests.integration.family_engine FOLDER ...
+    python -m tests.integration.family_engine DTYPE FOLDER ...
 
 Writes ``DTYPE.routes.safetensors`` and ``DTYPE.logprobs.safetensors`` into every folder, from the
-model in its ``model/``, or ``DTYPE.error`` with what vLLM said. One process, one engine at a time.
+model in its ``model/``. One process, one engine after the other.
 """
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 
+from rltrain.patches import vllm as vllm_patches
 from rltrain.routing.codec import encode
 from rltrain.routing.routes import Routes
 from rltrain.weights.architecture import Architecture
@@ -34,7 +34,6 @@ from rltrain.weights.families import read_architecture
 NUM_PROMPTS = 32
 PROMPT_TOKENS = 5
 RESPONSE_TOKENS = 20
-DTYPES = ("float32", "bfloat16")
 
 
 def prompts(vocab_size: int) -> list[dict[str, list[int]]]:
@@ -102,11 +101,7 @@ def collect(outputs: list[Any], arch: Architecture) -> tuple[Routes, torch.Tenso
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        for dtype in DTYPES:
-            error = Path(argument) / f"{dtype}.error"
-            error.unlink(missing_ok=True)
-            try:
-                run(Path(argument), dtype)
-            except Exception:  # what vLLM cannot run is a finding of its own
-                error.write_text(traceback.format_exc())
+    vllm_patches.apply_cpu()
+    dtype, *folders = sys.argv[1:]
+    for folder in folders:
+        run(Path(folder), dtype)

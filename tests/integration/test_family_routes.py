@@ -19,8 +19,8 @@ from rltrain.routing.difference import Difference, compare_routes
 from rltrain.routing.routes import Routes
 from rltrain.weights.families import read_architecture
 from tests.distributed.run_ranks import run_ranks
-from tests.distributed.tiny_families import TINY, make
-from tests.integration.family_engine import DTYPES, PROMPT_TOKENS
+from tests.distributed.tiny_families import BF16_ALONE, WITH_EXPERTS, make
+from tests.integration.family_engine import PROMPT_TOKENS
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 # Of routing scores. Sums in another order make 1e-6; bf16 keeps 8 bits of numbers of about 1.
@@ -28,7 +28,10 @@ NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.1}
 SCALE = 0.15
 MOST_FLIPS = {"float32": 1e-3, "bfloat16": 0.05}
 Measured = dict[str, dict[str, Any]]
-WITH_EXPERTS = [name for name in TINY if "moe" in name]
+SAMPLED = {
+    "float32": [name for name in WITH_EXPERTS if name not in BF16_ALONE],
+    "bfloat16": WITH_EXPERTS,
+}
 PASSES = {"float32": None, "bfloat16": None, "replayed": "bfloat16"}
 
 
@@ -37,9 +40,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("routes")
     for name in WITH_EXPERTS:
         make(name, SCALE).save_pretrained(folder / name / "model")
-    folders = [str(folder / name) for name in WITH_EXPERTS]
-    module = "tests.integration.family_engine"
-    subprocess.run([sys.executable, "-m", module, *folders], check=True, timeout=600)
+    command = [sys.executable, "-m", "tests.integration.family_engine"]
+    for dtype, names in SAMPLED.items():
+        folders = [str(folder / name) for name in names]
+        subprocess.run([*command, dtype, *folders], check=True, timeout=600)
     run_ranks(make_passes, 1, folder, timeout_s=600)
     return folder
 
@@ -52,6 +56,8 @@ def make_passes(rank: int, root: Path) -> None:
     for name in WITH_EXPERTS:
         folder = root / name
         for made, replayed in PASSES.items():
+            if name not in SAMPLED[replayed or made]:
+                continue
             tokens = Routes.load(folder / f"{replayed or made}.routes.safetensors")
             samples = tokens.tokens.split(tokens.seq_lens.tolist())
             task = Task(
@@ -96,10 +102,9 @@ def routes_apart(folder: Path, dtype: str) -> Difference:
     return compare_routes(engine, policy, NEAR_TIE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize(("dtype", "name"), [(d, name) for d in SAMPLED for name in SAMPLED[d]])
 def test_only_near_ties_are_routed_otherwise(
-    root: Path, name: str, dtype: str, measured: Measured
+    root: Path, dtype: str, name: str, measured: Measured
 ) -> None:
     apart = routes_apart(root / name, dtype)
     rows = len(apart.layers) * apart.num_rows
@@ -111,11 +116,16 @@ def test_only_near_ties_are_routed_otherwise(
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_log_probabilities_agree_once_routes_do(root: Path, name: str, measured: Measured) -> None:
-    exact = mismatch(root / name, "float32", "float32")
     native = mismatch(root / name, "bfloat16", "bfloat16")
     replayed = mismatch(root / name, "replayed", "bfloat16")
-    for kind, found in (("float32", exact), ("native", native), ("replayed", replayed)):
+    for kind, found in (("native", native), ("replayed", replayed)):
         measured[name][f"mismatch {kind}"] = asdict(found)
-    assert exact.mean < 5e-7 and exact.largest < 3e-6
     assert replayed.mean < 4e-3 and replayed.largest < 2e-2
     assert replayed.k3 <= native.k3
+
+
+@pytest.mark.parametrize("name", SAMPLED["float32"])
+def test_in_fp32_log_probabilities_agree(root: Path, name: str, measured: Measured) -> None:
+    found = mismatch(root / name, "float32", "float32")
+    measured[name]["mismatch float32"] = asdict(found)
+    assert found.mean < 5e-7 and found.largest < 3e-6

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
-from tests.distributed.tiny_families import TINY, make
+from tests.distributed.tiny_families import BF16_ALONE, WITH_EXPERTS, make
 
 pytestmark = [
     pytest.mark.integration,
@@ -27,11 +27,12 @@ def folder_of(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if "moe" in name])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_two_steps_with_r3(
     name: str, start: Any, tmp_path: Path, measured: dict[str, dict[str, Any]]
 ) -> None:
-    """The engine and the policy compute in fp32: weights that a sync got wrong would show."""
+    """In fp32 on both sides, where vLLM can: weights that a sync got wrong would show."""
+    dtype, most = ("bfloat16", 1e-3) if name in BF16_ALONE else ("float32", 1e-9)
     (tmp_path / "family_reward.py").write_text(REWARD)
     run = start(
         "run",
@@ -41,7 +42,7 @@ def test_two_steps_with_r3(
         "routing_replay.sample_every=1",
         "optimizer.lr=1e-3",
         "optimizer.warmup_steps=0",
-        "rollout.dtype=float32",
+        f"rollout.dtype={dtype}",
         "rollout.max_response_tokens=8",
         "data.max_prompt_tokens=48",
         "checkpoint.every=2",
@@ -50,6 +51,6 @@ def test_two_steps_with_r3(
         row = run.metrics[step]
         assert row["routing/coverage"] == 1.0
         assert row["policy/grad_norm"] > 0
-        assert row["mismatch/k3"] < 1e-9
-        assert row["routing/overlap"] > 0.99
+        assert row["mismatch/k3"] < most
+        assert row["routing/overlap"] > (0.9 if name in BF16_ALONE else 0.999)
     measured[name]["grpo k3"] = max(run.metrics[step]["mismatch/k3"] for step in (1, 2))

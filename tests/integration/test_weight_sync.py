@@ -32,6 +32,7 @@ from rltrain.patches import vllm as vllm_patches
 from rltrain.weights import receiver
 from rltrain.weights.digest import check_same
 from rltrain.weights.transport import SHARED_MEMORY, Bucket, BucketWriter
+from tests.distributed.tiny_families import make
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -176,6 +177,20 @@ def test_syncs_in_a_row_equal_fresh_engines(
         fresh = LLM(**arguments(folder, dtype))
         check_same(digest(engine), digest(fresh))
         assert generate(engine) == generate(fresh)
+
+
+def test_a_sync_of_gpt_oss_reaches_experts_and_sinks(tmp_path: Path) -> None:
+    """Its tensors of all experts are more than a bucket; nothing in the engine may stay zero."""
+    model = make("gpt_oss").bfloat16()
+    model.save_pretrained(tmp_path / "new")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.save_pretrained(tmp_path / "old")
+    engine = LLM(**arguments(tmp_path / "old", "bfloat16"))
+    sync(engine, _read(tmp_path / "new"))
+    fresh = LLM(**arguments(tmp_path / "new", "bfloat16"))
+    check_same(digest(engine), digest(fresh))
+    assert generate(engine) == generate(fresh)
 
 
 def test_unpacked_experts_are_seen_by_the_digest(
