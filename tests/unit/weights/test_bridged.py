@@ -25,7 +25,7 @@ MISTRAL: dict[str, Any] = {
 
 def test_the_error_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(*, bridge: bool) -> str:
-        with pytest.raises(ValueError, match="MistralForCausalLM.*supported are .*Qwen3Moe") as e:
+        with pytest.raises(ValueError, match=r"MistralForCausalLM.*supported are .*Qwen3Moe") as e:
             architecture_from_config(MISTRAL, "here/config.json", bridge=bridge)
         return str(e.value)
 
