@@ -7,8 +7,7 @@ out with a warning, a parameter without tensors or a tensor without a parameter,
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ import transformers
 from megatron.bridge.models.conversion import model_bridge
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping
-from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec
+from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from rltrain.config.policy import PolicyConfig
+from rltrain.policy.bridge_checks import check_sizes, check_torch, family_fields
 from rltrain.policy.megatron_args import check_asked
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.torch_backend import torch_block_spec
@@ -53,6 +52,7 @@ _ROTARY = re.compile(r"\.rotary_emb\.inv_freq$")
 _OFF: dict[str, Any] = {
     "deallocate_pipeline_outputs": False,
     "should_pad_vocab": False,
+    "fp16": False,
     "gradient_accumulation_fusion": False,
     "moe_router_fusion": False,
     "moe_shared_expert_overlap": False,
@@ -61,15 +61,6 @@ _OFF: dict[str, Any] = {
 }
 """What providers turn on and Megatron has off: for speed, which rltrain's own models do without,
 and what belongs to pre-training."""
-_TORCH_READS: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "layernorm_zero_centered_gamma": False,
-    "window_size": None,
-    "softmax_type": "vanilla",
-    "add_bias_linear": False,
-    "experimental_attention_variant": None,
-}
-"""Settings under which the torch backend computes what Transformer Engine does."""
 
 
 class Bridge:
@@ -104,7 +95,7 @@ class Bridge:
         ours = run_options(policy, mesh, device)
         if self.arch.num_experts:
             ours |= routing_options(policy, device, routing_replay)
-        fixed = {*ours, *_family_fields(provider)} - _OFF.keys()
+        fixed = {*ours, *family_fields(provider)} - _OFF.keys()
         check_asked(policy.megatron_args, TransformerConfig, fixed)
         if not uses_transformer_engine(policy, device):
             check_torch(provider, self.path)
@@ -214,58 +205,6 @@ class Bridge:
                 f"{self.path}: megatron-bridge makes nothing of {', '.join(unread[:5])} "
                 f"({len(unread)} in all), so an export would lack them"
             )
-
-
-def check_sizes(provider: Any, arch: Architecture) -> None:
-    """What config.json was read to say, and what Megatron-Bridge reads in it.
-
-    Raises:
-        ValueError: they differ, so routes or layouts would be planned for another model.
-    """
-    pairs = {
-        "layers": (arch.num_layers, provider.num_layers),
-        "attention heads": (arch.num_heads, provider.num_attention_heads),
-        "vocabulary": (arch.vocab_size, provider.vocab_size),
-        "experts": (arch.num_experts, provider.num_moe_experts or 0),
-    }
-    if arch.num_experts:
-        pairs["experts per token"] = (arch.experts_per_token, provider.moe_router_topk)
-    wrong = [f"{name} {own}, {other}" for name, (own, other) in pairs.items() if own != other]
-    if wrong:
-        raise ValueError(
-            "config.json was read differently by rltrain and megatron-bridge: " + "; ".join(wrong)
-        )
-
-
-def check_torch(provider: Any, path: str) -> None:
-    """Whether the torch backend can stand for Transformer Engine in this family's layers.
-
-    Raises:
-        ValueError: the family has layers of its own, or settings that only Transformer Engine
-            reads.
-    """
-    spec = provider.transformer_layer_spec
-    usual = spec is default_layer_spec or (
-        isinstance(spec, partial) and spec.func is get_gpt_decoder_block_spec
-    )
-    problems = [
-        f"{name}={getattr(provider, name)!r}"
-        for name, value in _TORCH_READS.items()
-        if getattr(provider, name, value) != value
-    ]
-    if not usual or type(provider).provide is not GPTModelProvider.provide:
-        problems.append("layers of its own")
-    if problems:
-        raise ValueError(
-            f"{path}: megatron-bridge builds this family with {', '.join(problems)}, which needs "
-            "Transformer Engine: train it on a GPU with policy.transformer_engine=auto"
-        )
-
-
-def _family_fields(provider: Any) -> set[str]:
-    """The fields of Megatron's configuration in which the family differs from the default."""
-    plain = {field.name: field.default for field in fields(TransformerConfig)}
-    return {name for name, value in plain.items() if getattr(provider, name) != value}
 
 
 def _norm_is_whole(task: Any) -> Any:

@@ -25,7 +25,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rltrain.batch import Batch
 from rltrain.config.policy import ParallelConfig, PolicyConfig
+from rltrain.routing.align import last_rows
+from rltrain.routing.codec import encode
 from rltrain.weights.bridged import bridged_architecture
 from rltrain.weights.families import read_architecture
 from tests.distributed.run_ranks import rendezvous, run_ranks
@@ -167,12 +170,44 @@ def compare_with_ours(folder: Path, chunks: list, policy, mesh) -> dict[str, lis
     assert found.keys() == expected.keys()
     settings, own = vars(chunks[0].config), vars(ours[0].config)
     skipped = ("init_method", "output_layer_init_method")  # functions, the same or made of them
+    first, second = (replayed(model, arch, policy, mesh) for model in (chunks, ours))
     return {
+        "replay": [n for n, x in second.items() if not torch.equal(first[n], x)],
         "parameters": [n for n, p in expected.items() if not torch.equal(found[n], p)],
         "settings": [
             n for n, value in own.items() if n not in skipped and settings.get(n) != value
         ],
     }
+
+
+def replayed(chunks: list, arch, policy, mesh) -> dict[str, Tensor]:  # type: ignore[no-untyped-def, type-arg]
+    """Log-probabilities on random routes, and whether the routers used those."""
+    from rltrain.policy.micro_batch import cut
+    from rltrain.policy.passes import ModelOnMesh, score
+
+    tokens = torch.cat(sequences(VOCABULARY))
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.rand(len(tokens), arch.num_layers, arch.num_experts, generator=generator)
+    model = ModelOnMesh(chunks, arch, mesh, policy, 1.0)
+    ids = chances[:, list(model.route_layers)].topk(arch.experts_per_token).indices
+    routes = torch.from_numpy(encode(ids.numpy(), arch.num_experts))
+    lengths = torch.tensor(LENGTHS)
+    owed = ~last_rows(lengths)
+    batch = Batch(
+        tokens=tokens,
+        seq_lens=lengths,
+        response_mask=torch.ones(len(tokens), dtype=torch.bool),
+        replay_expert_indices=routes,
+        replay_mask=owed,
+    )
+    plan = [[i] for i in range(len(LENGTHS))]
+    found = score(
+        model, cut(batch, plan, mesh.token_grid, CPU), len(tokens), replay=True, record=True
+    )
+    assert found.recorded is not None
+    assert torch.equal(found.recorded.used[owed], routes[owed])
+    assert not torch.equal(found.recorded.native[owed], routes[owed])
+    return {} if found.logprobs is None else {"logprobs": found.logprobs}
 
 
 def refusals(root: Path) -> None:
@@ -249,6 +284,7 @@ def test_a_mapped_family_has_the_parameters_and_settings_of_its_map(
     for rank in range(LAYOUTS[layout].world_size):
         found = json.loads((root / "qwen3_moe" / f"{layout}.{rank}.json").read_text())
         assert found["parameters"] == []
+        assert found["replay"] == []
         layers = {"pp2": [[0, 1], [2, 3]]}.get(layout, [[0, 1, 2, 3]] * 2)
         assert found["routers"] == layers[rank]
         assert set(found["settings"]) <= NO_MATTER
