@@ -212,6 +212,11 @@ def from_layer(fields: Fields, name: str) -> tuple[int, ...]:
     return tuple(range(first, num_layers))
 
 
+def heads_share_the_hidden_size(fields: Fields) -> None:
+    """vLLM does not read ``head_dim`` in the family, so it must be what follows from the others."""
+    fields.only("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
+
+
 def no_sliding_window(fields: Fields) -> None:
     """Qwen's window acts only with ``use_sliding_window``."""
     fields.only("use_sliding_window", False)

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from rltrain.weights.config_json import Fields, decoder, experts
+from rltrain.weights.config_json import Fields, decoder, experts, heads_share_the_hidden_size
 from rltrain.weights.families.family import Family
 
 
 def _read(fields: Fields) -> dict[str, Any]:
     shared = decoder(fields, default_kv_heads=True, default_theta=1e4)
+    heads_share_the_hidden_size(fields)
     fields.only("clip_qkv", None)
     # vLLM reads none of these and has the values of the released models.
     fields.only("norm_topk_prob", False)

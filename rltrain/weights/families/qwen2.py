@@ -8,6 +8,7 @@ from rltrain.weights.config_json import (
     decoder,
     every_nth_layer,
     experts,
+    heads_share_the_hidden_size,
     no_sliding_window,
     normalized,
 )
@@ -17,12 +18,14 @@ from rltrain.weights.rules import Names, usual_layout
 
 def _dense(fields: Fields) -> dict[str, Any]:
     no_sliding_window(fields)
+    heads_share_the_hidden_size(fields)
     fields.only("use_mrope", False)
     return {**decoder(fields), "qkv_bias": True}
 
 
 def _moe(fields: Fields) -> dict[str, Any]:
     no_sliding_window(fields)
+    heads_share_the_hidden_size(fields)
     fields.only("qkv_bias", True)  # vLLM does not read it
     shared = decoder(fields)
     routed = experts(fields, "num_experts", "num_local_experts")

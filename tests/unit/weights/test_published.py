@@ -159,6 +159,7 @@ def test_what_transformers_5_writes_of_it_reads_the_same(name: str, tmp_path: Pa
         ("OLMoE-1B-7B-0125", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("Qwen1.5-MoE-A2.7B", {"qkv_bias": False}, "qkv_bias=False"),
         ("Qwen2.5-7B", {"use_mrope": True}, "use_mrope=True"),
+        ("Qwen2.5-7B", {"head_dim": 64}, "head_dim=64 is not supported, only 128"),
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window=True"),
     ],
 )
