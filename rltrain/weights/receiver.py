@@ -236,7 +236,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
         # The engine has no layers that predict further tokens: whether they are sent is all one.
-        arch = read_architecture(self.model_config.model, "skip")
+        arch = read_architecture(self.model_config.model, "skip", bridge=True)
         required, received = (
             {name for name in names if not is_left_out(name, arch)}
             for names in (required, self._received)
