@@ -25,7 +25,7 @@ def remedy(asked: bool) -> str:
     if is_installed():
         return "model.bridge=true lets megatron-bridge, which is installed, try it"
     way = "for model.bridge=true" if asked else "and set model.bridge=true to have it tried"
-    return f"Install megatron-bridge {way} (docs/models.md says where it can be)"
+    return f"Install megatron-bridge {way} (docs/bridge.md says where it can be)"
 
 
 def bridged_architecture(config: Mapping[str, Any], where: str) -> Architecture:
