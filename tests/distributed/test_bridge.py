@@ -1,7 +1,7 @@
 """Families that rltrain does not map, where megatron-bridge can be imported.
 
 That package declares transformers<5, which vLLM 0.27 and later do not take, so this runs in an
-environment of its own (docs/models.md says which).
+environment of its own (docs/bridge.md says which).
 """
 
 import json
