@@ -19,6 +19,7 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -102,6 +103,7 @@ class Bridge:
             ours["transformer_layer_spec"] = torch_block_spec
         for name, value in {**_OFF, **ours, **policy.megatron_args}.items():
             setattr(provider, name, value)
+        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         provider.finalize()
         return provider
 
