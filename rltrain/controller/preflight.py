@@ -3,6 +3,7 @@
 Each check raises ``ValueError`` with what was expected, what was found and what to do.
 """
 
+import logging
 import os
 import re
 import tempfile
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from rltrain.config import Config
 from rltrain.config.files import NAME as CONFIG_FILE
-from rltrain.config.model import ModelConfig
+from rltrain.config.model import ModelConfig, TinyModel
 from rltrain.config.policy import PolicyConfig
 from rltrain.config.trainer import ClusterConfig
 from rltrain.controller.engine_guards import (
@@ -25,9 +26,12 @@ from rltrain.controller.engine_guards import (
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
 from rltrain.weights import manifest
+from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import read_architecture
 from rltrain.weights.mtp import MTP
 from rltrain.weights.stored import HUGGINGFACE
+
+_log = logging.getLogger(__name__)
 
 RANKS_PER_CORE = 4
 """Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
@@ -53,7 +57,7 @@ def preflight(config: Config) -> None:
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
     if config.model.path is not None:
-        check_weights(config.model.path, config.model.mtp)
+        check_weights(config.model.path, config.model.mtp, bridge=config.model.bridge)
     check_imported(config.model)
     check_output(config)
 
@@ -71,7 +75,15 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(config: Config) -> Sizes:
-    model = config.model.tiny if config.model.path is None else read_architecture(config.model.path)
+    model: TinyModel | Architecture = config.model.tiny
+    if config.model.path is not None:
+        model = read_architecture(config.model.path, bridge=config.model.bridge)
+        if model.family == "bridged":
+            _log.warning(
+                "model.bridge=true: rltrain does not map the family of %s and no test of it proves "
+                "the family against transformers; megatron-bridge builds it and maps its weights",
+                config.model.path,
+            )
     return Sizes(
         model.num_heads,
         model.num_kv_heads,
@@ -149,13 +161,13 @@ def check_quantization(
         )
 
 
-def check_weights(path: str, mtp: MTP = "hold") -> None:
+def check_weights(path: str, mtp: MTP = "hold", *, bridge: bool = False) -> None:
     """The headers of all weight files fit ``config.json``, so that no rank fails half-way."""
     # Reads no weights, but needs torch, which takes seconds: so it is imported here, and called
     # after what is quick.
     from rltrain.weights.load import open_checkpoint
 
-    open_checkpoint(path, read_architecture(path, mtp))
+    open_checkpoint(path, read_architecture(path, mtp, bridge=bridge))
 
 
 def check_imported(model: ModelConfig) -> None:

@@ -237,7 +237,7 @@ def run(config: Config) -> None:
             check_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)
-        arch = read_architecture(path, config.model.mtp)
+        arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
         # The engines load while the policy workers do.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)

@@ -1,7 +1,7 @@
 """The Megatron model of an architecture on this rank."""
 
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -23,6 +23,9 @@ from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
 from rltrain.policy.transformer_options import transformer_config, uses_transformer_engine
 from rltrain.weights.architecture import Architecture
 
+if TYPE_CHECKING:  # it imports megatron-bridge, which few have
+    from rltrain.policy.bridge import Bridge
+
 
 def build_model(
     arch: Architecture,
@@ -33,6 +36,7 @@ def build_model(
     routing_replay: bool,
     ddp: bool = True,
     freeze_router: bool = False,
+    bridge: "Bridge | None" = None,
 ) -> list[torch.nn.Module]:
     """The chunks of the model that live on this rank, their weights still to be loaded.
 
@@ -41,19 +45,29 @@ def build_model(
     the columns from ``arch.vocab_size`` on.
 
     With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer;
-    without, its parameters ask for no gradient (a reference model).
+    without, its parameters ask for no gradient (a reference model). ``bridge`` builds a family that
+    rltrain does not map.
 
     Raises:
         ValueError: ``policy.megatron_args`` asks for what Megatron lacks, what rltrain sets itself,
             or what would spoil training or replay.
     """
-    config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
+    if bridge is None:
+        config = transformer_config(
+            arch, policy, mesh, device=device, routing_replay=routing_replay
+        )
+    else:
+        config = bridge.config(policy, mesh, device=device, routing_replay=routing_replay)
     check_schedule(config)
     if config.moe_enable_routing_replay:
         check_replayable(config, version("megatron-core"))
     chunks = []
     for number in range(mesh.vpp_size):
-        chunk = _build_chunk(config, arch, policy, mesh, number, device)
+        if bridge is None:
+            chunk = _build_chunk(config, arch, policy, mesh, number, device)
+        else:
+            chunk = bridge.build_chunk(config, mesh, number)
+        _finish(chunk, config, arch, policy, mesh, number)
         if not ddp:
             chunk.requires_grad_(False)
         elif freeze_router:
@@ -96,6 +110,17 @@ def _build_chunk(
     if arch.mtp_layers > 0 and mesh.yields_logits(number):
         backend = _backend(policy, device)
         model.mtp = frozen_mtp_block(config, block_spec, arch.mtp_layers, backend, vp_stage)
+    return model
+
+
+def _finish(
+    model: GPTModel,
+    config: TransformerConfig,
+    arch: Architecture,
+    policy: PolicyConfig,
+    mesh: Mesh,
+    number: int,
+) -> None:
     _zero_vocabulary_padding(model, arch, mesh)
     _mark_experts(model)
     _mark_sinks(model, config)
@@ -103,7 +128,6 @@ def _build_chunk(
         check_armed(decoder_routers(model), _route_layers(arch, policy, mesh, number))
     if policy.precision.head == "fp32" and mesh.yields_logits(number):
         model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
-    return model
 
 
 def _route_layers(

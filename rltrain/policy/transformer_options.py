@@ -35,7 +35,6 @@ def transformer_config(
     routing_replay: bool,
 ) -> TransformerConfig:
     """Raises ``ValueError`` as `megatron_config` and `check_layout` do."""
-    dtype = params_dtype(policy.precision, device)
     check_layout(arch, policy.parallel, uses_transformer_engine(policy, device))
     return megatron_config(
         policy.megatron_args,
@@ -54,30 +53,39 @@ def transformer_config(
         **_activation_options(arch),
         softmax_type="learnable" if arch.attention_sinks else "vanilla",
         **_window_options(arch),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        init_method=_nan_,
-        output_layer_init_method=_nan_,
-        tensor_model_parallel_size=mesh.tp_size,
-        pipeline_model_parallel_size=mesh.pp_size,
-        context_parallel_size=mesh.cp_size,
-        expert_model_parallel_size=mesh.ep_size,
-        expert_tensor_parallel_size=mesh.etp_size,
-        sequence_parallel=mesh.tp_size > 1,
-        # Micro-batches differ in length, and a stage has to know what it will receive.
-        variable_seq_lengths=mesh.pp_size > 1,
-        moe_token_dispatcher_type=policy.dispatcher,  # read for dense models, too
-        **_pipeline_options(policy.parallel),
-        # The loss function takes its denominator from outside and divides by itself.
-        calculate_per_token_loss=False,
-        finalize_model_grads_func=finalize_model_grads,
-        **_recompute_options(policy),
-        **_expert_options(arch, policy, device, routing_replay),
+        **run_options(policy, mesh, device),
+        **(_expert_options(arch) if arch.num_experts else {}),
+        **(routing_options(policy, device, routing_replay) if arch.num_experts else {}),
         **(_latent_attention_options(arch, arch.mla) if arch.mla else {}),
     )
+
+
+def run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict[str, Any]:
+    """What follows from how rltrain trains, whatever the model."""
+    dtype = params_dtype(policy.precision, device)
+    return {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "init_method": _nan_,
+        "output_layer_init_method": _nan_,
+        "tensor_model_parallel_size": mesh.tp_size,
+        "pipeline_model_parallel_size": mesh.pp_size,
+        "context_parallel_size": mesh.cp_size,
+        "expert_model_parallel_size": mesh.ep_size,
+        "expert_tensor_parallel_size": mesh.etp_size,
+        "sequence_parallel": mesh.tp_size > 1,
+        # Micro-batches differ in length, and a stage has to know what it will receive.
+        "variable_seq_lengths": mesh.pp_size > 1,
+        "moe_token_dispatcher_type": policy.dispatcher,  # read for dense models, too
+        **_pipeline_options(policy.parallel),
+        # The loss function takes its denominator from outside and divides by itself.
+        "calculate_per_token_loss": False,
+        "finalize_model_grads_func": finalize_model_grads,
+        **_recompute_options(policy),
+    }
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, transformer_engine: bool) -> None:
@@ -175,12 +183,7 @@ def _latent_rotary_options(scaling: Llama3Rotary | Yarn | None) -> dict[str, Any
     }
 
 
-def _expert_options(
-    arch: Architecture, policy: PolicyConfig, device: torch.device, routing_replay: bool
-) -> dict[str, Any]:
-    if arch.num_experts == 0:
-        return {}
-    router = policy.precision.router
+def _expert_options(arch: Architecture) -> dict[str, Any]:
     return {
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": arch.expert_size,
@@ -195,6 +198,15 @@ def _expert_options(
         "moe_shared_expert_gate": arch.shared_expert_gate,
         # Softmax over all experts, or over the chosen ones, which is what normalizing amounts to.
         "moe_router_pre_softmax": not arch.norm_topk_prob,
+    }
+
+
+def routing_options(
+    policy: PolicyConfig, device: torch.device, routing_replay: bool
+) -> dict[str, Any]:
+    """As `run_options`, of a model with experts."""
+    router = policy.precision.router
+    return {
         "moe_router_dtype": None if router == "params" else router,
         # Balancing belongs to pre-training: in RL it would move the policy against its objective.
         "moe_router_load_balancing_type": "none",

@@ -5,10 +5,10 @@ step's shard of sequences at a time, so routes reach it once and never leave: R3
 object store, R2's from its own log-probability pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -28,13 +28,17 @@ from rltrain.policy.routes import fetch_routes
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
+from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import in_fp8
-from rltrain.weights.export import export_huggingface
+from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
 from rltrain.weights.stored import POLICY
 from rltrain.weights.transport import BucketWriter
+
+if TYPE_CHECKING:  # it imports megatron-bridge, which few have
+    from rltrain.policy.bridge import Bridge
 
 
 class PolicyWorker:
@@ -46,7 +50,8 @@ class PolicyWorker:
         self.config = config
         self.device = device
         self.model_path = model_path
-        self.arch = read_architecture(model_path, config.model.mtp)
+        self.arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
+        self.bridge = _bridge(model_path, self.arch)
         self.mesh = init_mesh(
             config.policy.parallel,
             rank,
@@ -80,12 +85,15 @@ class PolicyWorker:
             routing_replay=self.arch.num_experts > 0,
             ddp=ddp,
             freeze_router=self.config.optimizer.freeze_router,
+            bridge=self.bridge,
         )
-        if (weights := self.config.model.weights) is None:
-            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
-        else:
+        if (weights := self.config.model.weights) is not None:
             folder = Path(weights).expanduser() / POLICY
             checkpoint.load_weights(str(folder), chunks, self.mesh)
+        elif self.bridge is not None:
+            self.bridge.load(chunks)
+        else:
+            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
         return chunks
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
@@ -259,35 +267,32 @@ class PolicyWorker:
 
     def begin_weight_stream(self, dtype: str) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype."""
-        tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
+        tensors = self._full_tensors(getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
             tensors = in_fp8(tensors, self.arch)
         self._writer = BucketWriter(tensors, write=self.mesh.rank == 0)
+
+    def _full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        if self.bridge is None:
+            return full_tensors(self.chunks, self.arch, self.mesh, dtype)
+        return self.bridge.full_tensors(self.chunks, dtype)
 
     def next_weight_bucket(self) -> Any:
         """The next bucket of weights in shared memory, None at the end. Collective."""
         bucket = self._writer.next_bucket()
         return bucket if self.mesh.rank == 0 else None
 
-    def export(self, path: str, dtype: str) -> None:
+    def export(self, path: str, dtype: str, *, fp8: bool = False) -> None:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
-        export_huggingface(
-            path, self.model_path, self.chunks, self.arch, self.mesh, getattr(torch, dtype)
-        )
+        cast: torch.dtype = getattr(torch, dtype)
+        tensors = self._full_tensors(cast)
+        write_huggingface(path, self.model_path, tensors, self.arch, cast, fp8=fp8)
 
     def export_for_engine(self, path: str) -> None:
         """As `export`, the weights as an engine is to hold them after a sync."""
         fp8 = self.config.rollout.quantization == "fp8"
-        export_huggingface(
-            path,
-            self.model_path,
-            self.chunks,
-            self.arch,
-            self.mesh,
-            # What is quantised is what a sync casts to the engine's dtype.
-            torch.bfloat16 if fp8 else torch.float32,
-            fp8=fp8,
-        )
+        # What is quantised is what a sync casts to the engine's dtype.
+        self.export(path, "bfloat16" if fp8 else "float32", fp8=fp8)
 
     # Checkpoints
 
@@ -298,3 +303,12 @@ class PolicyWorker:
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Collective."""
         checkpoint.load(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+
+
+def _bridge(path: str, arch: Architecture) -> "Bridge | None":
+    """What stands in for rltrain's own maps where they lack the family."""
+    if arch.family != "bridged":
+        return None
+    from rltrain.policy.bridge import Bridge
+
+    return Bridge(path, arch)

@@ -173,8 +173,18 @@ def stop_token_ids(model_path: str) -> list[int]:
     """The end-of-sequence ids the model folder names.
 
     vLLM itself stops at the tokenizer's; with ``generation_config="vllm"`` it does not read these.
+
+    Raises:
+        ValueError: the model's vocabulary has no such id, and vLLM would refuse every request.
     """
+    vocab_size = folder_config(model_path, "config.json").get("vocab_size")
     for name in ("generation_config.json", "config.json"):
         if (ids := folder_config(model_path, name).get("eos_token_id")) is not None:
-            return [ids] if isinstance(ids, int) else sorted(ids)
+            found = [ids] if isinstance(ids, int) else sorted(ids)
+            if vocab_size is not None and max(found) >= vocab_size:
+                raise ValueError(
+                    f"{Path(model_path) / name}: eos_token_id={ids}: expected ids below "
+                    f"vocab_size={vocab_size} of config.json; write those of the tokenizer there"
+                )
+            return found
     return []

@@ -15,6 +15,7 @@ FamilyName = Literal[
     "deepseek_v3",
     "glm4_moe",
     "gpt_oss",
+    "bridged",
 ]
 ScoreFunction = Literal["softmax", "sigmoid"]
 QKNorm = Literal["none", "heads", "all"]
@@ -69,6 +70,8 @@ class Architecture:
     """Sizes and settings of a decoder, in the words of this project. Layers count from 0."""
 
     family: FamilyName
+    """``bridged``: one that rltrain does not map. Megatron-Bridge knows how it computes, and only
+    the sizes and ``moe_layers`` say something here (`rltrain.weights.bridged`)."""
     num_layers: int
     hidden_size: int
     num_heads: int

@@ -233,7 +233,13 @@ def rotary(
     """
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        found |= fields.get(name, {})
+        given = fields.get(name, {})
+        if differing := sorted(key for key in found.keys() & given if found[key] != given[key]):
+            raise ValueError(
+                f"{fields.where}: rope_scaling and rope_parameters differ in {differing[0]}: "
+                f"{found[differing[0]]!r} and {given[differing[0]]!r}; keep the one that is true"
+            )
+        found |= given
     theta = found.pop("rope_theta", None) or fields.get("rope_theta", default_theta)
     if theta is None:
         raise ValueError(f"{fields.where}: field rope_theta is missing")

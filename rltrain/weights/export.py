@@ -53,7 +53,22 @@ def export_huggingface(
     so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
     ``ValueError`` when ``path`` exists.
     """
-    tensors = with_copies(full_tensors(chunks, arch, mesh, dtype), arch)
+    tensors = full_tensors(chunks, arch, mesh, dtype)
+    write_huggingface(path, source, tensors, arch, dtype, max_shard_bytes, fp8=fp8)
+
+
+def write_huggingface(
+    path: str | Path,
+    source: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    arch: Architecture,
+    dtype: torch.dtype,
+    max_shard_bytes: int = GIB,
+    *,
+    fp8: bool = False,
+) -> None:
+    """As `export_huggingface`, of ``tensors`` in ``dtype``, which every rank iterates."""
+    tensors = with_copies(tensors, arch)
     if fp8:
         tensors = in_fp8(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:

@@ -111,6 +111,10 @@ class FolderLoader(BaseModelLoader):
         """The folder is a local one."""
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        config = model_config.hf_config
+        if config.quantization_config is None:
+            # An override cannot take a field away, and vLLM's gpt-oss reads it where it is there.
+            del config.quantization_config
         arch = read_architecture(model_config.model, "skip")
         device = next(model.parameters()).device
         read = read_tensors(model_config.model, arch, model_config.dtype)
@@ -232,7 +236,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
         # The engine has no layers that predict further tokens: whether they are sent is all one.
-        arch = read_architecture(self.model_config.model, "skip")
+        arch = read_architecture(self.model_config.model, "skip", bridge=True)
         required, received = (
             {name for name in names if not is_left_out(name, arch)}
             for names in (required, self._received)

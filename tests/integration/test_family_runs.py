@@ -22,8 +22,10 @@ REWARD = "def score(response, answer, **columns):\n    return len(set(response))
 def folder_of(name: str, folder: Path) -> Path:
     model = make(name, scale=0.5)
     model.resize_token_embeddings(VOCAB_SIZE)
+    tokenizer = tiny_tokenizer()
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

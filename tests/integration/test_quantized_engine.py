@@ -20,6 +20,7 @@ os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_mem
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -32,11 +33,12 @@ from vllm.utils.deep_gemm import per_block_cast_to_fp8
 from rltrain.weights import receiver
 from rltrain.weights.digest import check_same
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, fp8_config, in_fp8
-from rltrain.weights.export import write_safetensors
 from rltrain.weights.families import read_architecture
+from rltrain.weights.files import SINGLE
 from rltrain.weights.load import read_tensors
 from rltrain.weights.quantized import quantize
 from rltrain.weights.transport import BucketWriter
+from tests.distributed.tiny_families import make
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -82,7 +84,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, tensors: Named, config: dict[str, Any]) -> Path:
-    write_safetensors(folder, tensors, max_shard_bytes=2**30)
+    save_file(dict(tensors), folder / SINGLE)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -149,6 +151,31 @@ def test_a_folder_in_fp8_runs_in_bf16_and_is_synced(
     fresh = engine_on(folders["bf16 1"])
     check_same(digest(engine), digest(fresh))
     assert generate(engine) == generate(fresh)
+
+
+def test_gpt_oss_in_mxfp4_runs_in_bf16_and_is_synced(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("model", "mxfp4", "plain")}
+    make("gpt_oss").to(torch.bfloat16).save_pretrained(folders["model"])
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(folders["model"] / "model.safetensors").items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, rows, columns = tensor.shape
+            packed = (experts, columns, rows // 32)
+            stored[f"{name}_blocks"] = torch.randint(256, (*packed, 16), dtype=torch.uint8)
+            stored[f"{name}_scales"] = torch.randint(118, 122, packed, dtype=torch.uint8)
+        else:
+            stored[name] = tensor
+    config = config_of(folders["model"])
+    folders["mxfp4"].mkdir()
+    folders["plain"].mkdir()
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
+    save(folders["mxfp4"], stored.items(), config | mxfp4)
+    save(folders["plain"], tensors_of(folders["mxfp4"]), config)
+    engine = engine_on(folders["mxfp4"], **reading_otherwise(None))
+    fresh = digest(engine_on(folders["plain"]))
+    check_same(digest(engine), fresh)
+    sync(engine, tensors_of(folders["plain"]))
+    check_same(digest(engine), fresh)
 
 
 def test_an_engine_in_fp8_is_synced_bitwise(

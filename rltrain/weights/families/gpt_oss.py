@@ -6,7 +6,7 @@ Read against ``transformers/models/gpt_oss`` and https://arxiv.org/abs/2508.1092
 from dataclasses import replace
 from typing import Any
 
-from rltrain.weights.architecture import Architecture
+from rltrain.weights.architecture import Architecture, Llama3Rotary, Yarn
 from rltrain.weights.config_json import Fields, decoder, experts
 from rltrain.weights.families.family import Family
 from rltrain.weights.layout import Layout, Part, Rule
@@ -20,6 +20,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     fields.required("rope_scaling", "rope_parameters")  # transformers' default is a YaRN
     fields.required("head_dim")  # and 64 whatever the other sizes
     shared = decoder(fields)
+    _no_factor_of_its_own(fields, shared["rotary_scaling"])
     routed = experts(fields, "num_local_experts", "num_experts")
     fields.only("experts_per_token", routed["experts_per_token"])
     fields.ignore("initial_context_length")  # the rotary embedding has it once more
@@ -37,6 +38,15 @@ def _read(fields: Fields) -> dict[str, Any]:
         "attention_sinks": True,
         **_windows(fields, shared["num_layers"]),
     }
+
+
+def _no_factor_of_its_own(fields: Fields, scaling: Llama3Rotary | Yarn | None) -> None:
+    """vLLM works the factor of YaRN out from the scaling alone."""
+    if isinstance(scaling, Yarn) and (scaling.attention_factor, scaling.mscale) != (None, None):
+        raise ValueError(
+            f"{fields.where}: attention_factor={scaling.attention_factor} and "
+            f"mscale={scaling.mscale} of the rotary scaling are not supported, only none"
+        )
 
 
 def _windows(fields: Fields, num_layers: int) -> dict[str, Any]:

@@ -150,3 +150,9 @@ def test_stop_tokens_come_from_the_folder(
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert stop_token_ids(str(tmp_path)) == expected
+
+
+def test_a_stop_token_is_in_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 8], "vocab_size": 8}))
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id=\[3, 8\]: .*vocab_size=8"):
+        stop_token_ids(str(tmp_path))

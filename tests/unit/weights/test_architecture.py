@@ -117,6 +117,13 @@ def test_vocabulary_is_padded_to_a_multiple_of_tp():
         ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "rope_scaling.*factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*linear"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic'"),
+        (
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            },
+            "rope_scaling and rope_parameters differ in rope_type: 'linear' and 'default'",
+        ),
         ({"rope_theta": "absent"}, "rope_theta is missing"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),

@@ -119,6 +119,11 @@ def test_published_gpt_oss_20b():
         ("sliding_window", None, "field sliding_window is missing"),
         ("experts_per_token", 8, "experts_per_token=8 is not supported, only 4"),
         ("rope_scaling", "absent", "rope_scaling or rope_parameters is missing"),
+        (
+            "rope_scaling",
+            {**GPT_OSS_20B["rope_scaling"], "attention_factor": 1.0},
+            "attention_factor=1.0 and mscale=None .* not supported",
+        ),
         ("head_dim", "absent", "head_dim is missing"),
         ("hidden_act", "gelu", "hidden_act='gelu' is not supported"),
     ],
