@@ -161,15 +161,14 @@ class Journal:
         except BaseException as error:
             file.abandon()
             raise (file.error or error) from None
-        self.parts.append(self._append(Part(name=name, entry=entry, notes=file.notes)))
+        part = Part(name=name, entry=entry, notes=file.notes)
+        self._append(part)
+        self.parts.append(part)
 
-    def _append(self, value: Any) -> Any:
-        """Returns what will be read from the line, so that going on is no different."""
-        line = json.dumps(value)
-        self._file.write(line.encode() + b"\n")
+    def _append(self, value: Any) -> None:
+        self._file.write(json.dumps(value).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        return json.loads(line)
 
     def finish(self, *, with_manifest: bool) -> None:
         """Take the journal away and rename the folder to what it is to be."""
