@@ -31,25 +31,29 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
     def errors(kind: str) -> str:
         return ", ".join(f"{found[f'{kind} {layout}']:.0e}" for layout in LAYOUTS)
 
-    cells = [name, errors("logits"), errors("gradients"), found["export"]]
-    if "flips float32" not in found:
-        return cells + ["-"] * (len(COLUMNS) - len(cells))
-    exact = found["mismatch float32"]
-    grpo = found.get("grpo k3")
+    def maybe(kind: str, text: str) -> str:
+        """``-`` for what this model has not, or where it was not run."""
+        return text.format(found[kind]) if kind in found else "-"
+
     return [
-        *cells,
-        f"{found['flips float32']:.2%}",
-        f"{exact['mean']:.0e}, {exact['largest']:.0e}",
-        f"{found['flips bfloat16']:.2%}",
-        f"{found['mismatch native']['k3']:.1e}",
-        f"{found['mismatch replayed']['k3']:.1e}",
-        "-" if grpo is None else f"{grpo:.0e}",
+        name,
+        errors("logits"),
+        errors("gradients"),
+        found["export"],
+        maybe("flips float32", "{:.2%}"),
+        maybe("mismatch float32", "{0[mean]:.0e}, {0[largest]:.0e}"),
+        maybe("flips bfloat16", "{:.2%}"),
+        maybe("mismatch native", "{0[k3]:.1e}"),
+        maybe("mismatch replayed", "{0[k3]:.1e}"),
+        maybe("grpo k3", "{:.0e}"),
     ]
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
+    """Models with experts first."""
+    names = sorted(measured, key=lambda name: ("flips bfloat16" not in measured[name], name))
     rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    rows += [row(name, found) for name, found in measured.items()]
+    rows += [row(name, measured[name]) for name in names]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
