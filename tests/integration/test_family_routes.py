@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rltrain.config.policy import PolicyConfig
+from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.routing.difference import Difference, compare_routes
 from rltrain.routing.routes import Routes
 from rltrain.weights.families import read_architecture
-from tests.distributed.run_ranks import run_ranks
+from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_families import BF16_ALONE, WITH_EXPERTS, make
 from tests.integration.family_engine import PROMPT_TOKENS
 
@@ -39,13 +39,33 @@ PASSES = {"float32": None, "bfloat16": None, "replayed": "bfloat16"}
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("routes")
     for name in WITH_EXPERTS:
-        make(name, SCALE).save_pretrained(folder / name / "model")
+        make(name, SCALE).save_pretrained(folder / name / "made")
+    run_ranks(export_models, 1, folder)
     command = [sys.executable, "-m", "tests.integration.family_engine"]
     for dtype, names in SAMPLED.items():
         folders = [str(folder / name) for name in names]
         subprocess.run([*command, dtype, *folders], check=True, timeout=600)
     run_ranks(make_passes, 1, folder, timeout_s=600)
     return folder
+
+
+def export_models(rank: int, root: Path) -> None:
+    """``model/``, which the engines start from, is what rltrain exports of what was made."""
+    from rltrain.policy.mesh import init_mesh
+    from rltrain.policy.model import build_model
+    from rltrain.weights.export import export_huggingface
+    from rltrain.weights.load import load_huggingface
+
+    cpu = torch.device("cpu")
+    mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(root, "export"), cpu)
+    for name in WITH_EXPERTS:
+        made = root / name / "made"
+        arch = read_architecture(made)
+        chunks = build_model(
+            arch, PolicyConfig(), mesh, device=cpu, routing_replay=False, ddp=False
+        )
+        load_huggingface(made, chunks, arch, mesh)
+        export_huggingface(root / name / "model", made, chunks, arch, mesh)
 
 
 def make_passes(rank: int, root: Path) -> None:
