@@ -19,7 +19,7 @@ from rltrain.weights.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 CPU = torch.device("cpu")
 ARCH = replace(
     QWEN3_LIKE,

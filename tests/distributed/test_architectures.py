@@ -19,7 +19,7 @@ from rltrain.weights.seeded import fill, seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 CPU = torch.device("cpu")
 REFERENCE = "one rank"
 WITH_MTP = MODELS["deepseek mtp"]
@@ -42,7 +42,7 @@ NEW = [name for name in MODELS if name != "qwen3"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("architectures")
-    run_ranks(run_cases, 2, folder)
+    run_ranks(run_cases, 2, folder, timeout_s=600)
     found: dict[tuple[str, str], dict[str, Tensor]] = {}
     for name in NEW:
         for case in CASES:

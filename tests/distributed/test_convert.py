@@ -31,7 +31,7 @@ from rltrain.weights.seeded import seeded
 from rltrain.weights.stored import StoredModel
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 CPU = torch.device("cpu")
 SEEDED = "deepseek mtp"
 NAMES = ("qwen3", "qwen2_moe", "mixtral", "qwen3_moe", "gpt_oss", SEEDED)
@@ -90,7 +90,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         export_checkpoint(
             model / "imported", config, model / "exported", arch, stored, run, MAX_FILE
         )
-    run_ranks(compare_and_save, 2, folder)
+    run_ranks(compare_and_save, 2, folder, timeout_s=600)
     return folder
 
 

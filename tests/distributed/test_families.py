@@ -16,7 +16,7 @@ from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward, sequences
 from tests.distributed.tiny_families import SIZES, TINY, VOCABULARY, load, save
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 CPU = torch.device("cpu")
 LAYOUTS = {
     "one rank": ParallelConfig(),
@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     for name in TINY:
         save(name, folder / name)
-    run_ranks(run_layouts, 2, folder)
+    run_ranks(run_layouts, 2, folder, timeout_s=900)
     return folder
 
 

@@ -22,7 +22,7 @@ from rltrain.weights.engine_fp8 import fp8_config
 from rltrain.weights.families import read_architecture
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 SHARED = {
     "vocab_size": 61,

@@ -22,7 +22,11 @@ from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_families import BF16_ALONE, WITH_EXPERTS, make
 from tests.integration.family_engine import PROMPT_TOKENS
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
+]
 # Of routing scores. Sums in another order make 1e-6; bf16 keeps 8 bits of numbers of about 1.
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.1}
 SCALE = 0.15
@@ -40,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("routes")
     for name in WITH_EXPERTS:
         make(name, SCALE).save_pretrained(folder / name / "made")
-    run_ranks(export_models, 1, folder)
+    run_ranks(export_models, 1, folder, timeout_s=600)
     command = [sys.executable, "-m", "tests.integration.family_engine"]
     for dtype, names in SAMPLED.items():
         folders = [str(folder / name) for name in names]

@@ -40,7 +40,11 @@ from rltrain.weights.quantized import quantize
 from rltrain.weights.transport import BucketWriter
 from tests.distributed.tiny_families import make
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
+]
 
 PROMPTS = [{"prompt_token_ids": [7, 3, 11, 5 + i, 2]} for i in range(4)]
 Named = Iterable[tuple[str, Tensor]]
