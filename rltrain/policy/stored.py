@@ -30,7 +30,7 @@ _FOUND = "stored.json"
 def stored_model(arch: Architecture) -> StoredModel:
     """Where the parameters of ``arch`` lie. Megatron runs in a process of its own, on the CPU."""
     with TemporaryDirectory() as folder:
-        run_ranks(_describe, 1, Path(folder), arch)
+        run_ranks(_describe, 1, Path(folder), arch, timeout_s=3600)  # it has 50,000 parameters, say
         return StoredModel.from_json((Path(folder) / _FOUND).read_text())
 
 
