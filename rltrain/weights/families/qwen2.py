@@ -6,13 +6,11 @@ from typing import Any
 from rltrain.weights.config_json import (
     Fields,
     decoder,
-    every_nth_layer,
-    experts,
     heads_share_the_hidden_size,
     no_sliding_window,
-    normalized,
 )
 from rltrain.weights.families.family import Family
+from rltrain.weights.families.qwen3 import sparse_decoder
 from rltrain.weights.rules import Names, usual_layout
 
 
@@ -24,20 +22,13 @@ def _dense(fields: Fields) -> dict[str, Any]:
 
 
 def _moe(fields: Fields) -> dict[str, Any]:
-    no_sliding_window(fields)
     heads_share_the_hidden_size(fields)
     fields.only("qkv_bias", True)  # vLLM does not read it
-    shared = decoder(fields)
-    routed = experts(fields, "num_experts", "num_local_experts")
     return {
-        **shared,
-        **routed,
+        **sparse_decoder(fields),
         "qkv_bias": True,
-        "expert_size": fields.size("moe_intermediate_size"),
         "shared_expert_size": fields.size("shared_expert_intermediate_size"),
         "shared_expert_gate": True,
-        "norm_topk_prob": normalized(fields, routed["experts_per_token"]),
-        "moe_layers": every_nth_layer(fields, shared["num_layers"]),
     }
 
 

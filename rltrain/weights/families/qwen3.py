@@ -19,18 +19,22 @@ def _dense(fields: Fields) -> dict[str, Any]:
     return {**decoder(fields), "qk_norm": "heads"}
 
 
-def _moe(fields: Fields) -> dict[str, Any]:
+def sparse_decoder(fields: Fields) -> dict[str, Any]:
+    """What Qwen2-MoE and Qwen3-MoE have in common."""
     no_sliding_window(fields)
     shared = decoder(fields)
     routed = experts(fields, "num_experts", "num_local_experts")
     return {
         **shared,
         **routed,
-        "qk_norm": "heads",
         "expert_size": fields.size("moe_intermediate_size"),
         "norm_topk_prob": normalized(fields, routed["experts_per_token"]),
         "moe_layers": every_nth_layer(fields, shared["num_layers"]),
     }
+
+
+def _moe(fields: Fields) -> dict[str, Any]:
+    return {**sparse_decoder(fields), "qk_norm": "heads"}
 
 
 QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), _dense)
