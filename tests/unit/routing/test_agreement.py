@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
@@ -128,6 +128,7 @@ def test_a_choice_stays_while_scores_move_by_less_than_half_the_margin(
     scores = torch.rand(5, 16, generator=g)
     margin = choice_margin(scores, *limits)
     assert (margin > 0).all()
+    assume((margin > 1e-4).all())  # below, rounding to fp32 takes a part of the 2 % that are left
     chosen = chosen_experts(scores, *limits)
     sign = torch.where(torch.rand(5, 16, generator=g) < 0.5, 1.0, -1.0)
     moved = scores + 0.49 * margin.unsqueeze(1) * sign
