@@ -94,7 +94,13 @@ class Batch:
     old_logprobs: Tensor | None = _dims("N")  # Megatron, before the update
     ref_logprobs: Tensor | None = _dims("N")  # the frozen reference
     rewards: Tensor | None = _dims("B")
+    token_rewards: Tensor | None = _dims("N")  # the reward at the last token, and penalties
+    values: Tensor | None = _dims("N")  # the critic's, of the prefix before each token
+    returns: Tensor | None = _dims("N")  # what the critic is to learn
     advantages: Tensor | None = _dims("N")
+    correction_weights: Tensor | None = _dims(
+        "N"
+    )  # pi_old / pi_rollout, as the policy loss uses it
     group_ids: Tensor | None = _dims("B")  # int64, which prompt of the step
     weight_version: Tensor | None = _dims("B")  # int64, weight syncs the engine had seen
     route_mask: Tensor | None = _dims("N")  # bool, rows whose experts were captured

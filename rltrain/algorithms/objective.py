@@ -1,12 +1,14 @@
 """What one micro-batch adds to the objective, and to the sums behind its metrics."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rltrain.algorithms.kl import kl_estimate
-from rltrain.algorithms.losses import clipped_surrogate, importance_ratio, is_clipped
+from rltrain.algorithms.losses import find_loss
+from rltrain.algorithms.losses.inputs import LossInputs
 from rltrain.algorithms.reduce import weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
 
@@ -19,46 +21,74 @@ class Sums:
     maxima: dict[str, Tensor]
 
 
-def grpo_objective(
+@dataclass(frozen=True)
+class Targets:
+    """What the controller computed of a micro-batch's tokens.  # [S] each"""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor  # what each token counts; 0 for prompt, padding and filtered tokens
+    ref_logprobs: Tensor | None = None
+    correction_weights: Tensor | None = None  # importance weights of the policy loss alone
+
+
+def policy_objective(
     logprobs: Tensor,
     entropy: Tensor,
+    targets: Targets,
     *,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    weights: Tensor,
+    sequence_mean: Callable[[Tensor], Tensor],
     config: AlgorithmConfig,
+    kl_coef: float,
 ) -> tuple[Tensor, Sums]:
-    """Clipped surrogate, plus KL to the reference, minus entropy bonus, each weighted alike.
+    """The policy loss, plus KL to the reference, minus entropy bonus, each weighted alike.
 
     Args:
         logprobs, entropy: of the current policy, with gradient  # [S]
-        old_logprobs, ref_logprobs, advantages: of the same tokens  # [S]
-        weights: what each token counts; 0 for prompt, padding and filtered tokens  # [S]
+        sequence_mean: see `LossInputs`
+        kl_coef: of the KL in the loss, now
 
     Returns:
         This micro-batch's share of the loss (scalar), and its sums.
     """
-    ratio = importance_ratio(logprobs, old_logprobs)
-    clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    loss = weighted_sum(weights, clipped_surrogate(ratio, advantages, **clip))
-    counted = weights != 0
+    weights, counted = targets.weights, targets.weights != 0
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=targets.old_logprobs,
+        advantages=targets.advantages,
+        mask=counted,
+        sequence_mean=sequence_mean,
+        config=config,
+    )
+    found, log_r = find_loss(config.loss)(inputs), inputs.log_ratio.detach()
+    corrected = found.loss
+    if targets.correction_weights is not None:
+        corrected = targets.correction_weights * found.loss
+    policy_loss = loss = weighted_sum(weights, corrected)
     totals = {
         "tokens": counted,
-        "ratio": ratio,
-        "clipped": is_clipped(ratio, advantages, **clip),
-        "kl": ratio - 1 - ratio.log(),
+        "ratio": found.ratio,
+        "kl": log_r.exp() - 1 - log_r,
         "entropy": entropy,
+        **{f"stat/{name}": value for name, value in found.stats.items()},
     }
-    if ref_logprobs is not None:
-        ref_kl = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
-        loss = loss + config.kl_coef * weighted_sum(weights, ref_kl)
+    if targets.ref_logprobs is not None:
+        ref_kl = kl_estimate(logprobs, targets.ref_logprobs, config.kl.estimator)
         totals["ref_kl"] = ref_kl
+        if config.kl.where == "loss":
+            loss = loss + kl_coef * weighted_sum(weights, ref_kl)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * weighted_sum(weights, entropy)
+    sums = {"loss": loss.detach(), "policy_loss": policy_loss.detach()}
+    ratio = found.ratio.detach()
     return loss, Sums(
-        totals={"loss": loss.detach()} | {name: _total(counted, x) for name, x in totals.items()},
-        maxima={"ratio_max": torch.where(counted, ratio.detach(), 0.0).amax()},
+        totals=sums | {name: _total(counted, x) for name, x in totals.items()},
+        maxima={
+            "ratio_max": torch.where(counted, ratio, 0.0).amax(),
+            # Of the negated, so that all extremes are maxima.
+            "ratio_min": torch.where(counted, -ratio, -torch.inf).amax(),
+            "entropy_max": torch.where(counted, entropy.detach(), 0.0).amax(),
+        },
     )
 
 
@@ -67,6 +97,40 @@ def sft_objective(logprobs: Tensor, *, weights: Tensor) -> tuple[Tensor, Sums]:
     loss = weighted_sum(weights, -logprobs)
     return loss, Sums(
         totals={"loss": loss.detach(), "tokens": _total(weights != 0, weights != 0)}, maxima={}
+    )
+
+
+def value_objective(
+    values: Tensor,
+    *,
+    old_values: Tensor,
+    returns: Tensor,
+    weights: Tensor,
+    clip: float | None,
+) -> tuple[Tensor, Sums]:
+    """``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``, weighted like the policy's.
+
+    The clip is that of PPO's reference code (openai/baselines ``ppo2/model.py``).
+
+    Args:
+        values: with gradient  # [S]
+        old_values: before the update; returns: what is to be learned  # [S]
+
+    Returns:
+        This micro-batch's share of the loss (scalar), and its sums.
+    """
+    loss = (values - returns).square() / 2
+    counted, clipped = weights != 0, torch.zeros_like(weights, dtype=torch.bool)
+    if clip is not None:
+        moved = old_values + (values - old_values).clamp(-clip, clip)
+        bounded = (moved - returns).square() / 2
+        clipped = bounded > loss
+        loss = torch.maximum(loss, bounded)
+    total = weighted_sum(weights, loss)
+    totals = {"tokens": counted, "clipped": clipped}
+    return total, Sums(
+        totals={"loss": total.detach()} | {name: _total(counted, x) for name, x in totals.items()},
+        maxima={},
     )
 
 

@@ -9,14 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
+]
 
 
-def loss_weights(loss_mask: Tensor, seq_lens: Tensor, aggregation: Aggregation) -> Tensor:
-    """The weight of every token of one mini-batch; they sum to 1, or to 0 if nothing is left.
+def loss_weights(
+    loss_mask: Tensor, seq_lens: Tensor, aggregation: Aggregation, max_response_tokens: int
+) -> Tensor:
+    """The weight of every token of one mini-batch; all zero if nothing is left.
 
-    ``token_mean``: 1 / masked tokens. ``sequence_mean``: 1 / (sequences with a masked token) /
-    (masked tokens of the sequence).
+    ``token_mean`` (DAPO, arXiv:2503.14476, equation 12): 1 / masked tokens.
+    ``sequence_mean_token_mean`` (GRPO, arXiv:2402.03300, equation 3): 1 / masked tokens of the
+    sequence / sequences with a masked token. ``sequence_mean_token_sum``: 1 / sequences with a
+    masked token. ``constant`` (Dr. GRPO, arXiv:2503.20783, section 3.2): 1 / (all sequences x
+    ``max_response_tokens``), which no masking changes.
 
     Args:
         loss_mask: bool  # [N]
@@ -28,9 +35,13 @@ def loss_weights(loss_mask: Tensor, seq_lens: Tensor, aggregation: Aggregation) 
     mask = loss_mask.double()
     if aggregation == "token_mean":
         return (mask / mask.sum().clamp_min(1)).float()
+    if aggregation == "constant":
+        return (mask / max(1, len(seq_lens) * max_response_tokens)).float()
     sequence = torch.arange(len(seq_lens)).repeat_interleave(seq_lens)
     tokens = torch.zeros(len(seq_lens), dtype=torch.float64).index_add_(0, sequence, mask)
     sequences = (tokens > 0).sum().clamp_min(1)
+    if aggregation == "sequence_mean_token_sum":
+        return (mask / sequences).float()
     return (mask / tokens.clamp_min(1)[sequence] / sequences).float()
 
 

@@ -1,4 +1,4 @@
-"""The objective and its optimizer."""
+"""The objective: advantages, loss, KL and what is done about mismatch."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,67 +7,136 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class KLConfig(Section):
+    """KL to the reference, a frozen copy of the policy."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL; 0 builds no reference model."""
+    estimator: Literal["k1", "k2", "k3", "k3_k2"] = "k3"
+    """``k3_k2`` has k3's value and k2's gradient, which is the gradient of the KL itself."""
+    where: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken from the reward of every token."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Adapt ``coef`` after every step so that the measured KL stays near this (arXiv:1909.08593)."""
+    horizon: Positive = 10_000
+    """Responses over which an adaptive ``coef`` moves by its error, which is clipped to 0.2."""
+    refresh_every: Annotated[int, Field(ge=0)] = 0
+    """Steps after which the reference becomes a copy of the policy anew; 0 never does."""
+
+    @model_validator(mode="after")
+    def a_reference_is_built_for_its_options(self) -> Self:
+        if self.coef == 0 and (self.target is not None or self.refresh_every):
+            raise ValueError(
+                "coef=0 builds no reference: set algorithm.kl.coef above 0, or drop target and "
+                "refresh_every"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_reward_has_no_gradient(self) -> Self:
+        if self.where == "reward" and self.estimator == "k3_k2":
+            raise ValueError(
+                "estimator=k3_k2 differs from k3 in its gradient alone, and where=reward takes "
+                "none: use k1, k2 or k3"
+            )
+        return self
+
+
+class CorrectionConfig(Section):
+    """What is done about rho = pi_old / pi_rollout, the mismatch of trainer and rollout engine."""
+
+    weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Importance weight of the policy loss: rho of the token, its product over the sequence, or
+    its geometric mean over the sequence."""
+    weight_min: Annotated[float, Field(ge=0)] = 0.0
+    weight_max: Annotated[float, Field(gt=0)] = 2.0
+    outside: Literal["truncate", "mask"] = "truncate"
+    """What a weight out of ``[weight_min, weight_max]`` becomes: the bound (TIS), or 0 (MIS,
+    IcePop)."""
+    normalize: bool = False
+    """Divide the weights by their mean over the step's response tokens."""
+    reject: Literal["none", "token", "sequence", "geometric", "k3"] = "none"
+    """Take out of the loss what lies out of ``[reject_min, reject_max]``: tokens by rho, or whole
+    sequences by their product, their geometric mean or their mean of rho - 1 - log rho."""
+    reject_min: Annotated[float, Field(ge=0)] = 0.5
+    reject_max: Annotated[float, Field(gt=0)] = 2.0
+    veto: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """A sequence with one rho below this leaves the loss whole; 0 vetoes none."""
+
+    @property
+    def active(self) -> bool:
+        return self.weight != "none" or self.reject != "none" or self.veto > 0
+
+    @model_validator(mode="after")
+    def bounds_are_in_order(self) -> Self:
+        for name, low, high in (
+            ("weight", self.weight_min, self.weight_max),
+            ("reject", self.reject_min, self.reject_max),
+        ):
+            if low >= high:
+                raise ValueError(f"{name}_min={low} is not below {name}_max={high}")
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    """Groups whose rewards are all equal teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
+
+    max_rounds: Annotated[int, Field(ge=0)] = 0
+    """Rounds of generation a step may take to find ``prompts_per_step`` groups that teach. Fewer
+    are trained on, with a warning, where they do not suffice. 0 trains on all groups as they are."""
+
+
+class OverlongConfig(Section):
+    """Responses that are cut at, or come near, ``rollout.max_response_tokens``."""
+
+    mask: bool = False
+    """A response that was cut stays in its group's baseline and leaves the loss."""
+    buffer_tokens: Annotated[int, Field(ge=0)] = 0
+    """Over the last so many tokens before the limit the reward falls linearly by ``penalty`` (DAPO,
+    arXiv:2503.14476, equation 13). 0 takes nothing."""
+    penalty: Annotated[float, Field(gt=0)] = 1.0
 
 
 class AlgorithmConfig(Section):
-    type: Literal["grpo", "sft"] = "grpo"
+    type: Literal["rl", "sft"] = "rl"
     group_size: Positive = 8
     """G, responses sampled per prompt."""
-    normalize_by_std: bool = True
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    advantage: str = "grpo"
+    """A name of `rltrain.algorithms.advantages`, or one's own as ``package.module.name``."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward per token that it lies ahead (gae, reinforce_pp)."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """GAE's lambda."""
+    loss: str = "ppo"
+    """A name of `rltrain.algorithms.losses`, or one's own as ``package.module.name``."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The ratio is clipped below at 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage is negative the loss is at most this times its size
+    (arXiv:1912.09729)."""
     bypass_old_logprobs: bool = False
     """Take the rollout's log-probabilities for the old ones, and save the pass that computes them.
     The importance ratio then spans the mismatch of engine and trainer, too."""
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference in the loss; 0 builds no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Over the mini-batch: mean over tokens, or mean over sequences of their token mean."""
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
+    ] = "token_mean"
+    """Of per-token losses over the mini-batch: their mean; the mean over sequences of their mean or
+    sum; or their sum over sequences x ``rollout.max_response_tokens`` (Dr. GRPO)."""
+    kl: KLConfig = KLConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    overlong: OverlongConfig = OverlongConfig()
 
     @model_validator(mode="after")
-    def a_group_has_something_to_compare(self) -> Self:
-        if self.type == "grpo" and self.group_size < 2:
+    def correction_needs_the_pass_that_measures(self) -> Self:
+        if self.bypass_old_logprobs and self.correction.active:
             raise ValueError(
-                "group_size=1 gives GRPO nothing to compare a response with: use 2 or more"
+                "bypass_old_logprobs=true leaves out the pass whose log-probabilities "
+                "algorithm.correction compares with the rollout's; the ratio of the loss spans the "
+                "mismatch then. Recompute them, or drop the correction"
             )
-        return self
-
-
-class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """In optimizer updates, not trainer steps."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
-    router_lr: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate of the routers; null takes ``lr``."""
-    freeze_router: bool = False
-
-    @model_validator(mode="after")
-    def min_lr_at_most_lr(self) -> Self:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
-        return self
-
-    @model_validator(mode="after")
-    def a_constant_lr_has_no_minimum(self) -> Self:
-        if self.schedule == "constant" and self.min_lr > 0:
-            raise ValueError(
-                f"schedule=constant never reaches min_lr={self.min_lr}: choose linear or cosine"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def a_frozen_router_has_no_lr(self) -> Self:
-        if self.freeze_router and self.router_lr is not None:
-            raise ValueError("freeze_router=true and router_lr contradict each other: drop one")
         return self

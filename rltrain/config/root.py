@@ -4,10 +4,12 @@ from typing import Self
 
 from pydantic import model_validator
 
-from rltrain.config.algorithm import AlgorithmConfig, OptimizerConfig
+from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.base import Section
+from rltrain.config.critic import CriticConfig
 from rltrain.config.data import DataConfig
 from rltrain.config.model import ModelConfig
+from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import PolicyConfig
 from rltrain.config.rollout import RolloutConfig
 from rltrain.config.routing import RoutingReplayConfig
@@ -18,6 +20,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -45,7 +48,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def every_data_parallel_rank_gets_sequences(self) -> Self:
-        group = self.algorithm.group_size if self.algorithm.type == "grpo" else 1
+        group = self.algorithm.group_size if self.algorithm.type == "rl" else 1
         sequences = self.trainer.prompts_per_step * group // self.trainer.mini_batches
         if sequences % self.policy.parallel.dp:
             raise ValueError(
@@ -91,11 +94,11 @@ class Config(Section):
     @model_validator(mode="after")
     def a_replayed_reference_exists(self) -> Self:
         if self.routing_replay.reference == "replay" and (
-            self.routing_replay.mode == "off" or self.algorithm.kl_coef == 0
+            self.routing_replay.mode == "off" or self.algorithm.kl.coef == 0
         ):
             raise ValueError(
                 f"routing_replay.reference=replay needs routes and a reference model; found "
-                f"routing_replay.mode={self.routing_replay.mode} and algorithm.kl_coef="
-                f"{self.algorithm.kl_coef}: set mode to r2 or r3 and kl_coef above 0"
+                f"routing_replay.mode={self.routing_replay.mode} and algorithm.kl.coef="
+                f"{self.algorithm.kl.coef}: set mode to r2 or r3 and kl.coef above 0"
             )
         return self

@@ -21,6 +21,11 @@ class TrainerConfig(Section):
     """``auto`` goes on from the newest checkpoint in ``output_dir``."""
     output_dir: str = "outputs/%Y-%m-%d_%H-%M-%S"
     """Folder of everything the run writes; strftime codes are filled in when it starts."""
+    sync_every: Positive = 1
+    """Steps between two pushes of the weights to the engines; above 1 rollouts are off-policy by up
+    to that many steps less one."""
+    invariants: Literal["stop", "warn"] = "stop"
+    """What a first step that breaks an invariant of the trainer (docs/algorithms.md) does."""
     check_weight_sync: bool = False
     """After every sync compare all engine tensors bitwise with a fresh engine's. Slow."""
 

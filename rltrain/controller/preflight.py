@@ -42,7 +42,7 @@ def preflight(config: Config) -> None:
     model = read_sizes(config)
     check_layout(config, model)
     check_data(config)
-    if config.algorithm.type == "grpo":
+    if config.algorithm.type == "rl":
         check_lengths(config, model)
         check_replay(config, model)
         name, version = check_engine()

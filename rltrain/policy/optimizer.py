@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
-from rltrain.config.algorithm import OptimizerConfig
+from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import PrecisionConfig
 from rltrain.policy.transformer_options import params_dtype
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rltrain.config.algorithm import OptimizerConfig
+from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.policy.layout_models import QWEN3_LIKE
 from rltrain.weights.seeded import fill

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rltrain.config.algorithm import OptimizerConfig
+from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.policy.layout_models import DEEPSEEK_LIKE, LATENT, MODELS
 from rltrain.weights.architecture import Architecture

@@ -103,7 +103,7 @@ def compare_and_save(rank: int, root: Path) -> None:
 
     Then a checkpoint as a run would save it, with the optimizer's state.
     """
-    from rltrain.config.algorithm import OptimizerConfig
+    from rltrain.config.optimizer import OptimizerConfig
     from rltrain.policy import checkpoint
     from rltrain.policy.mesh import destroy_mesh, init_mesh
     from rltrain.policy.model import build_model

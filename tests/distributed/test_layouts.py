@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rltrain.config.algorithm import OptimizerConfig
+from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.policy.pass_file import relative_error
 from rltrain.weights.seeded import fill

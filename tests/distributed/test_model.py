@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rltrain.config.algorithm import OptimizerConfig
+from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
 from rltrain.policy.layout_models import MODELS
 from rltrain.weights.architecture import Architecture

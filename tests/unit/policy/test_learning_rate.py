@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.config.algorithm import OptimizerConfig
+from rltrain.config.optimizer import OptimizerConfig
 from rltrain.policy.optimizer import LearningRate, lr_at
 
 

@@ -1,0 +1,63 @@
+"""Advantages that compare the responses to one prompt with each other."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages.inputs import AdvantageInputs, Advantages
+
+STD_EPS = 1e-6
+
+
+def grpo(inputs: AdvantageInputs) -> Advantages:
+    """``A_i = (r_i - mean(r)) / (std(r) + 1e-6)`` over a group (DeepSeekMath, arXiv:2402.03300,
+    section 4.1.2), with the unbiased standard deviation. A group whose rewards are all equal, or
+    of one response, has nothing to compare: its advantages are exactly zero.
+    """
+    groups = Groups.of(inputs)
+    centered = groups.centered(inputs.scores)
+    squares = groups.sums(centered.square())
+    std = (squares / (groups.count - 1).clamp_min(1)).sqrt()
+    return Advantages(inputs.over_tokens(centered / (std[groups.index] + STD_EPS)))
+
+
+def dr_grpo(inputs: AdvantageInputs) -> Advantages:
+    """``A_i = r_i - mean(r)`` over a group (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    return Advantages(inputs.over_tokens(Groups.of(inputs).centered(inputs.scores)))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The scored sequences by prompt; the others are of no group."""
+
+    index: Tensor  # int64, from 0  # [B]
+    scored: Tensor  # bool  # [B]
+    count: Tensor  # float64, scored sequences of each group  # [groups]
+
+    @classmethod
+    def of(cls, inputs: AdvantageInputs) -> "Groups":
+        _, index = inputs.group_ids.unique(return_inverse=True)
+        num_groups = int(index.max()) + 1 if len(index) else 0
+        count = torch.zeros(num_groups, dtype=torch.float64)
+        scored = inputs.scored
+        return cls(index, scored, count.index_add_(0, index, scored.double()))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Over the scored sequences of each group.  # [B] -> [groups]"""
+        kept = torch.where(self.scored, values, 0.0)
+        return torch.zeros_like(self.count).index_add_(0, self.index, kept)
+
+    def centered(self, values: Tensor) -> Tensor:
+        """Less the group's mean; exactly 0 where a group's are one number.  # [B] -> [B]"""
+        less = values - (self.sums(values) / self.count.clamp_min(1))[self.index]
+        # Equal values may differ from their mean by rounding; dividing that by its size is noise.
+        return torch.where(self._all_equal(values)[self.index], 0.0, less)
+
+    def _all_equal(self, values: Tensor) -> Tensor:
+        """True for each group whose scored values are one number.  # [groups]"""
+        low, high = torch.full_like(self.count, torch.inf), torch.full_like(self.count, -torch.inf)
+        index, kept = self.index[self.scored], values[self.scored]
+        low = low.scatter_reduce(0, index, kept, "amin")
+        high = high.scatter_reduce(0, index, kept, "amax")
+        return low >= high

@@ -1,0 +1,23 @@
+"""Policy losses by name. A new one is a file here and an entry in ``LOSSES`` (docs/extend.md)."""
+
+from collections.abc import Callable
+
+from rltrain.algorithms.losses.cispo import cispo
+from rltrain.algorithms.losses.gspo import gspo
+from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
+from rltrain.algorithms.losses.pg import pg
+from rltrain.algorithms.losses.ppo import ppo
+from rltrain.algorithms.registry import find
+
+Loss = Callable[[LossInputs], TokenLoss]
+
+LOSSES: dict[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "pg": pg}
+
+
+def find_loss(name: str) -> Loss:
+    """The loss ``algorithm.loss`` names.
+
+    Raises:
+        ValueError: see `rltrain.algorithms.registry.find`.
+    """
+    return find("algorithm.loss", name, LOSSES)

@@ -1,0 +1,51 @@
+"""What a policy loss is computed from, and what it is: numbers per token, never a mean."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.kl import MAX_LOG_RATIO
+from rltrain.config.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The slots of one micro-batch on one rank. What lies off the mask means nothing."""
+
+    logprobs: Tensor  # of the current policy, with gradient  # [S]
+    old_logprobs: Tensor  # [S]
+    advantages: Tensor  # [S]
+    mask: Tensor  # bool, tokens in the loss  # [S]
+    sequence_mean: Callable[[Tensor], Tensor]
+    """A number per slot -> its mean over the loss tokens of the slot's sequence, also those that
+    other context-parallel ranks hold. Without gradient.  # [S] -> [S]"""
+    config: AlgorithmConfig
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi(y) - log pi_old(y) of each sampled token.  # [S]"""
+        return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    loss: Tensor  # with gradient  # [S]
+    ratio: Tensor  # the importance ratio that the loss is made of  # [S]
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+    """Whatever has a mean over the loss tokens to be logged, as ``policy/NAME``.  # [S] each"""
+
+
+def clip_stats(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> dict[str, Tensor]:
+    """Where clipping to ``[1 - clip_low, 1 + clip_high]`` removes the gradient, by side."""
+    return {
+        "clip_fraction_low": (ratio < 1 - config.clip_low) & (advantages < 0),
+        "clip_fraction_high": (ratio > 1 + config.clip_high) & (advantages > 0),
+    }
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Tensor:
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)``.  # [S] -> [S]"""
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)

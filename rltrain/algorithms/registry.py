@@ -1,0 +1,40 @@
+"""Finding an advantage or a loss by the name that a configuration has for it."""
+
+import difflib
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TypeVar
+
+Part = TypeVar("Part")
+
+
+def find(kind: str, name: str, known: Mapping[str, Part], of: type[Part] | None = None) -> Part:
+    """``known[name]``, or what a dotted path ``package.module.name`` leads to.
+
+    Args:
+        kind: the configuration key, for errors
+        of: what one's own must be an instance of; None takes any callable
+
+    Raises:
+        ValueError: there is no such name, module or attribute, or it is of another kind.
+    """
+    if name in known:
+        return known[name]
+    path, dot, attribute = name.rpartition(".")
+    if not dot:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"{kind}={name}: expected one of {', '.join(known)}, or one's own as "
+            f"package.module.name; the nearest is {near}"
+        )
+    try:
+        found: Part = getattr(import_module(path), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{kind}={name}: expected {attribute} in a module {path} that can be imported, found: "
+            f"{error}. Is its folder on PYTHONPATH?"
+        ) from error
+    if not (callable(found) if of is None else isinstance(found, of)):
+        expected = "a function" if of is None else of.__name__
+        raise ValueError(f"{kind}={name}: expected {expected}, found {type(found).__name__}")
+    return found
