@@ -24,7 +24,10 @@ class ValueHead(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
 
     def forward(
-        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """[S, 1, H], under sequence parallelism [S / tp, 1, H] -> fp32 [S, 1, 1]"""
         assert weight is None, "a critic's embedding is not its head"
