@@ -79,6 +79,16 @@ class CorrectionConfig(Section):
                 raise ValueError(f"{name}_min={low} is not below {name}_max={high}")
         return self
 
+    @model_validator(mode="after")
+    def k3_is_0_where_nothing_is_wrong(self) -> Self:
+        if self.reject == "k3" and self.reject_min > 0:
+            raise ValueError(
+                f"reject=k3 with reject_min={self.reject_min} takes out every sequence on which "
+                "trainer and engine agree, for its k3 is 0: set reject_min=0 and reject_max to the "
+                "largest k3 to train on"
+            )
+        return self
+
 
 class DynamicSamplingConfig(Section):
     """Groups whose rewards are all equal teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
