@@ -8,7 +8,6 @@ that of KL(reference || policy).
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 # exp(20) is 5e8: beyond it an estimate is no estimate, and one token would drown the batch.
@@ -18,14 +17,17 @@ Estimator = Literal["k1", "k2", "k3", "k3_k2"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tensor:
-    """Per-token estimate, differentiable in ``logprobs``.  # [N], [N] -> [N]"""
+    """Per-token estimate, differentiable in ``logprobs`` where ``|log r|`` is below 20.
+
+    # [N], [N] -> [N]
+    """
     log_r = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
         return -log_r
     k2 = log_r.square() / 2
     if kind == "k2":
         return k2
-    k3 = torch.exp(log_r) - 1 - log_r
+    k3 = log_r.expm1() - log_r
     return k3 if kind == "k3" else k2 + (k3 - k2).detach()
 
 

@@ -1,13 +1,15 @@
 """How far the trainer's log-probabilities are from the ones the rollout engine sampled with.
 
 With d = log pi_train - log pi_rollout of a sampled token, clamped to [-20, 20] so that one
-hopeless token cannot overflow the exponentials. Pure torch, no gradient, float64.
+hopeless token cannot overflow the exponentials, as a sequence's sum of them is. Pure torch, no
+gradient, float64. Formulas: `rltrain.tracking.catalogue`.
 """
 
 import torch
 from torch import Tensor
 
-CLAMP = 20.0
+from rltrain.algorithms.kl import MAX_LOG_RATIO
+from rltrain.algorithms.sequences import require_finite, sequence_mean, sequence_sum
 
 
 @torch.no_grad()
@@ -15,6 +17,7 @@ def mismatch_metrics(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor,
+    seq_lens: Tensor,
     flipped: Tensor | None = None,
     *,
     area: str = "mismatch",
@@ -25,33 +28,115 @@ def mismatch_metrics(
         logprobs: the trainer's, of each token.  # [N]
         rollout_logprobs: the engine's, at sampling.  # [N]
         mask: bool, True on the response tokens to compare.  # [N]
+        seq_lens: int64  # [B]
         flipped: bool, True where a route flip can reach the token's log-probability; None where
             it was not measured, which leaves its metrics out.  # [N]
-
-    Returns:
-        k1, k3, abs_diff_mean, abs_diff_max, mult_prob_error, num_tokens; with ``flipped`` also
-        num_flipped and, unless that is 0, abs_diff_median_flipped.
 
     Raises:
         ValueError: shapes that differ, an empty mask, or a NaN or infinity under the mask.
     """
-    _check(logprobs, rollout_logprobs, mask, flipped)
-    diff = (logprobs.double() - rollout_logprobs.double())[mask].clamp(-CLAMP, CLAMP)
-    distance = diff.abs()
+    diff = clamped_log_ratio(logprobs, rollout_logprobs, mask, seq_lens)
+    if not bool(mask.any()):
+        raise ValueError("mismatch metrics need at least one response token: the mask is all False")
     values = {
-        "k1": -diff.mean(),
-        "k3": (diff.expm1() - diff).mean(),
-        "abs_diff_mean": distance.mean(),
-        "abs_diff_max": distance.max(),
-        "mult_prob_error": distance.exp().mean(),
+        **_divergences(diff[mask]),
+        **_differences(diff[mask].abs()),
+        **_probabilities(logprobs[mask].double().exp(), rollout_logprobs[mask].double().exp()),
+        **_sequences(logprobs, rollout_logprobs, diff, mask, seq_lens),
         "num_tokens": mask.sum(),
     }
     if flipped is not None:
-        reached = distance[flipped[mask]]
+        _require_mask("flipped", flipped, mask)
+        reached = diff[flipped & mask].abs()
         values["num_flipped"] = torch.tensor(len(reached))
         if len(reached):
             values["abs_diff_median_flipped"] = _median(reached)
     return {f"{area}/{name}": float(value) for name, value in values.items()}
+
+
+def clamped_log_ratio(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, seq_lens: Tensor
+) -> Tensor:
+    """d of each masked token, 0 elsewhere, in float64.  # [N]
+
+    Raises:
+        ValueError: shapes that differ, or a NaN or infinity under the mask.
+    """
+    shapes = {
+        "logprobs": tuple(logprobs.shape),
+        "rollout_logprobs": tuple(rollout_logprobs.shape),
+        "mask": tuple(mask.shape),
+        "sum of seq_lens": (int(seq_lens.sum()),),
+    }
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"log-probabilities to compare need one shape [N] for all, got {shapes}")
+    _require_mask("mask", mask, mask)
+    require_finite("logprobs", logprobs, mask, seq_lens)
+    require_finite("rollout_logprobs", rollout_logprobs, mask, seq_lens)
+    diff = (logprobs.double() - rollout_logprobs.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(mask, diff, 0.0)
+
+
+def _divergences(diff: Tensor) -> dict[str, Tensor]:
+    """Estimates from the rollout's samples; those of KL and JS are f(rho) with f(1) = f'(1) = 0."""
+    rho = diff.exp()
+    log_mean = (diff.expm1() / 2).log1p()  # of the two policies' mean, over the rollout's
+    return {
+        "k1": -diff.mean(),
+        "k3": (diff.expm1() - diff).mean(),
+        "reverse_k3": ((-diff).expm1() + diff).mean(),
+        "js": (rho * diff - (1 + rho) * log_mean).mean() / 2,
+        "rho_mean": rho.mean(),
+        "chi2_token": (2 * diff).expm1().mean(),
+    }
+
+
+def _differences(distance: Tensor) -> dict[str, Tensor]:
+    return {
+        "abs_diff_mean": distance.mean(),
+        "abs_diff_std": distance.std(unbiased=False),
+        "abs_diff_p99": distance.kthvalue(-(-99 * len(distance) // 100)).values,
+        "abs_diff_max": distance.max(),
+        "mult_prob_error": distance.exp().mean(),
+    }
+
+
+def _probabilities(probs: Tensor, rollout_probs: Tensor) -> dict[str, Tensor]:
+    distance = (probs - rollout_probs).abs()
+    values = {
+        "prob_diff_mean": distance.mean(),
+        "prob_diff_std": distance.std(unbiased=False),
+        "prob_diff_max": distance.max(),
+    }
+    if probs.min() < probs.max() and rollout_probs.min() < rollout_probs.max():
+        values["prob_correlation"] = torch.corrcoef(torch.stack([probs, rollout_probs]))[0, 1]
+    return values
+
+
+def _sequences(
+    logprobs: Tensor, rollout_logprobs: Tensor, diff: Tensor, mask: Tensor, seq_lens: Tensor
+) -> dict[str, Tensor]:
+    """What is a mean over sequences with a token to compare, or the worst of them."""
+    present = sequence_sum(mask.double(), seq_lens) > 0
+    log_ppl = -sequence_mean(logprobs.double(), mask, seq_lens)[present]
+    rollout_log_ppl = -sequence_mean(rollout_logprobs.double(), mask, seq_lens)[present]
+    log_ppl_diff = -sequence_mean(diff, mask, seq_lens)[present]
+    products = sequence_sum(diff, seq_lens)[present].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    distance = torch.where(present, sequence_mean(diff.abs(), mask, seq_lens), -1.0)
+    return {
+        "ppl": log_ppl.exp().mean(),
+        "rollout_ppl": rollout_log_ppl.exp().mean(),
+        "log_ppl": log_ppl.mean(),
+        "rollout_log_ppl": rollout_log_ppl.mean(),
+        "ppl_ratio": log_ppl_diff.exp().mean(),
+        "log_ppl_diff_mean": log_ppl_diff.mean(),
+        "log_ppl_diff_abs_mean": log_ppl_diff.abs().mean(),
+        "log_ppl_diff_max": log_ppl_diff.max(),
+        "log_ppl_diff_min": log_ppl_diff.min(),
+        "chi2_sequence": (2 * products).expm1().mean(),
+        "worst_sequence": distance.argmax(),
+        "worst_sequence_abs_diff": distance.max(),
+    }
 
 
 def _median(values: Tensor) -> Tensor:
@@ -60,26 +145,9 @@ def _median(values: Tensor) -> Tensor:
     return (ordered[middle] + ordered[-middle - 1]) / 2
 
 
-def _check(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, flipped: Tensor | None
-) -> None:
-    named = {"logprobs": logprobs, "rollout_logprobs": rollout_logprobs, "mask": mask}
-    if flipped is not None:
-        named["flipped"] = flipped
-    shapes = {name: tuple(value.shape) for name, value in named.items()}
-    if len(set(shapes.values())) > 1 or mask.dim() != 1:
-        raise ValueError(f"mismatch metrics need one shape [N] for all, got {shapes}")
-    for name in ("mask", "flipped"):
-        if name in named and named[name].dtype != torch.bool:
-            raise ValueError(f"{name}: expected bool, found {named[name].dtype}")
-    if not bool(mask.any()):
-        raise ValueError("mismatch metrics need at least one response token: the mask is all False")
-    for name in ("logprobs", "rollout_logprobs"):
-        bad = (mask & ~named[name].isfinite()).nonzero()
-        if len(bad):
-            token = int(bad[0])
-            raise ValueError(
-                f"{name}[{token}] is {named[name][token].item()}, expected a finite number "
-                f"({len(bad)} of {int(mask.sum())} response tokens are not): look for overflow in "
-                "the model that computed them"
-            )
+def _require_mask(name: str, given: Tensor, mask: Tensor) -> None:
+    if given.dtype != torch.bool or given.shape != mask.shape:
+        raise ValueError(
+            f"{name}: expected bool of shape {tuple(mask.shape)}, found {given.dtype} of shape "
+            f"{tuple(given.shape)}"
+        )

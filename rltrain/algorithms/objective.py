@@ -52,10 +52,11 @@ def policy_objective(
         This micro-batch's share of the loss (scalar), and its sums.
     """
     weights, counted = targets.weights, targets.weights != 0
+    logprobs, entropy = _where(counted, logprobs), _where(counted, entropy)
     inputs = LossInputs(
         logprobs=logprobs,
-        old_logprobs=targets.old_logprobs,
-        advantages=targets.advantages,
+        old_logprobs=_where(counted, targets.old_logprobs),
+        advantages=_where(counted, targets.advantages),
         mask=counted,
         sequence_mean=sequence_mean,
         config=config,
@@ -63,17 +64,18 @@ def policy_objective(
     found, log_r = find_loss(config.loss)(inputs), inputs.log_ratio.detach()
     corrected = found.loss
     if targets.correction_weights is not None:
-        corrected = targets.correction_weights * found.loss
+        corrected = _where(counted, targets.correction_weights) * found.loss
     policy_loss = loss = weighted_sum(weights, corrected)
     totals = {
         "tokens": counted,
         "ratio": found.ratio,
-        "kl": log_r.exp() - 1 - log_r,
+        "kl": log_r.expm1() - log_r,
         "entropy": entropy,
         **{f"stat/{name}": value for name, value in found.stats.items()},
     }
     if targets.ref_logprobs is not None:
-        ref_kl = kl_estimate(logprobs, targets.ref_logprobs, config.kl.estimator)
+        ref_logprobs = _where(counted, targets.ref_logprobs)
+        ref_kl = kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
         totals["ref_kl"] = ref_kl
         if config.kl.where == "loss":
             loss = loss + kl_coef * weighted_sum(weights, ref_kl)
@@ -84,10 +86,10 @@ def policy_objective(
     return loss, Sums(
         totals=sums | {name: _total(counted, x) for name, x in totals.items()},
         maxima={
-            "ratio_max": torch.where(counted, ratio, 0.0).amax(),
+            "ratio_max": _where(counted, ratio).amax(),
             # Of the negated, so that all extremes are maxima.
             "ratio_min": torch.where(counted, -ratio, -torch.inf).amax(),
-            "entropy_max": torch.where(counted, entropy.detach(), 0.0).amax(),
+            "entropy_max": entropy.detach().amax(),
         },
     )
 
@@ -119,8 +121,10 @@ def value_objective(
     Returns:
         This micro-batch's share of the loss (scalar), and its sums.
     """
-    loss = (values - returns).square() / 2
     counted, clipped = weights != 0, torch.zeros_like(weights, dtype=torch.bool)
+    values, old_values = _where(counted, values), _where(counted, old_values)
+    returns = _where(counted, returns)
+    loss = (values - returns).square() / 2
     if clip is not None:
         moved = old_values + (values - old_values).clamp(-clip, clip)
         bounded = (moved - returns).square() / 2
@@ -134,5 +138,11 @@ def value_objective(
     )
 
 
+def _where(counted: Tensor, values: Tensor) -> Tensor:
+    """0 where nothing is counted. A weight of 0 is not enough: through exp or a square, 0 times NaN
+    would be the gradient.  # [S], [S] -> [S]"""
+    return torch.where(counted, values, 0.0)
+
+
 def _total(counted: Tensor, values: Tensor) -> Tensor:
-    return torch.where(counted, values.detach().float(), 0.0).sum()
+    return _where(counted, values.detach().float()).sum()

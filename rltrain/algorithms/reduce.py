@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.sequences import sequence_of, sequence_sum
+
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
 ]
@@ -37,12 +39,11 @@ def loss_weights(
         return (mask / mask.sum().clamp_min(1)).float()
     if aggregation == "constant":
         return (mask / max(1, len(seq_lens) * max_response_tokens)).float()
-    sequence = torch.arange(len(seq_lens)).repeat_interleave(seq_lens)
-    tokens = torch.zeros(len(seq_lens), dtype=torch.float64).index_add_(0, sequence, mask)
+    tokens = sequence_sum(mask, seq_lens)
     sequences = (tokens > 0).sum().clamp_min(1)
     if aggregation == "sequence_mean_token_sum":
         return (mask / sequences).float()
-    return (mask / tokens.clamp_min(1)[sequence] / sequences).float()
+    return (mask / tokens.clamp_min(1)[sequence_of(seq_lens)] / sequences).float()
 
 
 def weighted_sum(weights: Tensor, per_token: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.data.packing import Plan, StepPlan, plan_step
+from rltrain.data.packing import Plan, StepPlan, mini_batch_sizes, plan_step
 from rltrain.parallel.tokens import TokenGrid, padded_lengths
 from rltrain.policy.actor import PolicyActor
 from rltrain.policy.types import Agreement, Scored, StageScored, Updated
@@ -111,17 +111,34 @@ class PolicyGroup:
         return Scored(logprobs, self._merge(found) if found else None)
 
     def update(
-        self, fields: dict[str, Tensor], *, routing: Literal["native", "rollout", "recorded"]
+        self,
+        fields: dict[str, Tensor],
+        *,
+        routing: Literal["native", "rollout", "recorded"],
+        kl_coef: float = 0.0,
     ) -> list[Updated]:
-        """One optimizer update per mini-batch.
+        """One optimizer update per mini-batch that has a token in the loss.
+
+        The others are left out: a gradient of zero would still move the parameters, by Adam's
+        momentum and by weight decay.
 
         Args:
             fields: token fields of the whole batch that `begin_step` did not have  # [N] each
+            kl_coef: see `PolicyWorker.update`
         """
         batch = self._batch.with_fields(**fields)
+        (weights,) = batch.require("loss_weights")
         shards = [batch.select(rows) for rows in self._plan.shards]
         sent = [ray.put({name: getattr(shard, name) for name in fields}) for shard in shards]
-        return [self._update_once(plan, sent, routing) for plan in self._plan.updates]
+        sizes = mini_batch_sizes(batch.num_sequences, len(self._plan.updates))
+        tokens = [int(lens.sum()) for lens in batch.seq_lens.split(sizes)]
+        counted = [bool((part != 0).any()) for part in weights.split(tokens)]
+        options = {"routing": routing, "kl_coef": kl_coef}
+        return [
+            self._update_once(plan, sent, options)
+            for plan, counts in zip(self._plan.updates, counted, strict=True)
+            if counts
+        ]
 
     @property
     def padded_fraction(self) -> float:
@@ -137,12 +154,12 @@ class PolicyGroup:
         )
         return 1 - self._batch.num_tokens / slots
 
-    def _update_once(self, plan: Plan, sent: Sequence[Any], routing: str) -> Updated:
+    def _update_once(self, plan: Plan, sent: Sequence[Any], options: dict[str, Any]) -> Updated:
         """``plan`` and ``sent`` are by data-parallel rank."""
 
         def arguments(rank: int) -> Any:
             shard = self._dp_ranks[rank]
-            return (plan[shard], sent[shard]), {"routing": routing}
+            return (plan[shard], sent[shard]), options
 
         return _add([a for a in self._gather("update", arguments) if a is not None])
 

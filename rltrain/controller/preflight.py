@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rltrain.config import Config
+from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.files import NAME as CONFIG_FILE
 from rltrain.config.model import ModelConfig, TinyModel
 from rltrain.config.policy import PolicyConfig
@@ -44,6 +45,7 @@ def preflight(config: Config) -> None:
     check_data(config)
     if config.algorithm.type == "rl":
         check_lengths(config, model)
+        check_algorithm(config.algorithm)
         check_replay(config, model)
         name, version = check_engine()
         if config.routing_replay.capture:
@@ -125,6 +127,21 @@ def check_lengths(config: Config, model: Sizes) -> None:
             f"data.max_prompt_tokens={prompt} and rollout.max_response_tokens={response}: expected "
             f"together at most the {model.max_positions} positions of the model in "
             f"{config.model.path}"
+        )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """There are such an advantage and such a loss, and they have what they need."""
+    # These need torch, which takes seconds: imported here, and called after what is quick.
+    from rltrain.algorithms.advantages import find_advantage
+    from rltrain.algorithms.losses import find_loss
+
+    find_loss(algorithm.loss)
+    if find_advantage(algorithm.advantage).compares and algorithm.group_size < 2:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} compares the responses to a prompt, and "
+            f"algorithm.group_size={algorithm.group_size} gives it nothing to compare one with: "
+            "use 2 or more"
         )
 
 

@@ -48,15 +48,36 @@ def load(
     learning_rate.update = state["updates"]
 
 
+def save_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
+    """Write the parameters alone into the empty folder ``folder``. Collective."""
+    dist_checkpointing.save(
+        _model_states(_bare(chunks), mesh), folder, content_metadata=content_metadata(mesh)
+    )
+
+
 def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
-    """Read the parameters alone, of what `save` wrote or ``rltrain import`` did. Collective.
+    """Read the parameters alone, of what `save`, `save_weights` or ``rltrain import`` wrote.
+    Collective.
 
     Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
     Transformer Engine keeps besides is not read: a new model has its own.
     """
-    bare: list[Any] = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+    bare = _bare(chunks)
+    state = dist_checkpointing.load(_model_states(bare, mesh), folder)
+    for number, model in enumerate(bare):
+        left = model.load_state_dict(state[f"model{number}"], strict=False)
+        assert all(name.endswith("_extra_state") for name in left.missing_keys), left
+        assert not left.unexpected_keys, left
+
+
+def _bare(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    return [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+
+
+def _model_states(bare: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
+    """The tensors of each chunk, without what Transformer Engine keeps besides."""
     metadata = sharded_metadata(mesh)
-    wanted = {
+    return {
         f"model{number}": {
             name: value
             for name, value in model.sharded_state_dict(metadata=metadata).items()
@@ -64,11 +85,6 @@ def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
         }
         for number, model in enumerate(bare)
     }
-    state = dist_checkpointing.load(wanted, folder)
-    for number, model in enumerate(bare):
-        left = model.load_state_dict(state[f"model{number}"], strict=False)
-        assert all(name.endswith("_extra_state") for name in left.missing_keys), left
-        assert not left.unexpected_keys, left
 
 
 def _sharded_state(

@@ -7,6 +7,7 @@ object store, R2's from its own log-probability pass.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
+from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy import checkpoint
@@ -25,6 +26,7 @@ from rltrain.policy.model import build_model
 from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, accumulate, score
 from rltrain.policy.routes import fetch_routes
+from rltrain.policy.sequences import sequence_mean
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
@@ -71,7 +73,7 @@ class PolicyWorker:
         )
         self.model = self._on_mesh(self.chunks)
         self.reference = (
-            self._on_mesh(self._load(ddp=False)) if config.algorithm.kl_coef > 0 else None
+            self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None
         )
         self.shard: Batch | None = None
         self.recorded_routes: Tensor | None = None
@@ -140,7 +142,7 @@ class PolicyWorker:
         """
         shard = self._shard()
         model = self.model if of == "policy" else self.reference
-        assert model is not None, "the reference was not built: algorithm.kl_coef is 0"
+        assert model is not None, "the reference was not built: algorithm.kl.coef is 0"
         if routing == "rollout":
             shard = self._replaying_rollout(shard)
         traced = self.config.routing_replay.trace and routing == "rollout"
@@ -190,12 +192,14 @@ class PolicyWorker:
         fields: dict[str, Tensor],
         *,
         routing: Literal["native", "rollout", "recorded"],
+        kl_coef: float = 0.0,
     ) -> Updated | None:
         """One optimizer update on the planned sequences.
 
         Args:
             fields: of the whole shard, what has been computed since `begin_step`
             routing: whose experts to use; ``recorded`` are those `score` kept
+            kl_coef: of the KL in the loss, which may adapt from step to step
         """
         shard = self._shard().with_fields(**fields)
         if routing == "rollout":
@@ -214,7 +218,7 @@ class PolicyWorker:
         found = accumulate(
             self.model,
             self._cut(plan, shard),
-            self._objective,
+            partial(self._objective, kl_coef),
             replay=routing != "native",
             recorder=recorder,
         )
@@ -227,21 +231,25 @@ class PolicyWorker:
             return None
         return self._summed(found, grad_norm, lr)
 
-    def _objective(self, mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
+    def _objective(
+        self, kl_coef: float, mb: MicroBatch, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Sums]:
         batch = mb.batch
         (loss_weights,) = batch.require("loss_weights")
-        weights = mb.at_targets(loss_weights)
         if self.config.algorithm.type == "sft":
-            return sft_objective(logprobs, weights=weights)
-        old_logprobs, advantages = batch.require("old_logprobs", "advantages")
-        return grpo_objective(
+            return sft_objective(logprobs, weights=mb.at_targets(loss_weights))
+        names = ["old_logprobs", "advantages", "ref_logprobs", "correction_weights"]
+        given = {n: getattr(batch, n) for n in names if getattr(batch, n) is not None}
+        return policy_objective(
             logprobs,
             entropy,
-            old_logprobs=mb.at_targets(old_logprobs),
-            ref_logprobs=None if batch.ref_logprobs is None else mb.at_targets(batch.ref_logprobs),
-            advantages=mb.at_targets(advantages),
-            weights=weights,
+            Targets(
+                weights=mb.at_targets(loss_weights),
+                **{name: mb.at_targets(values) for name, values in given.items()},
+            ),
+            sequence_mean=sequence_mean(mb, loss_weights, self.mesh),
             config=self.config.algorithm,
+            kl_coef=kl_coef,
         )
 
     @staticmethod
@@ -264,6 +272,12 @@ class PolicyWorker:
         return cut(shard or self._shard(), plan, grid, self.device)
 
     # Weights
+
+    def refresh_reference(self) -> None:
+        """Make the reference a copy of the policy."""
+        assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
+        for mine, policy in zip(self.reference.chunks, self.chunks, strict=True):
+            mine.load_state_dict(policy.module.state_dict())
 
     def begin_weight_stream(self, dtype: str) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype."""
@@ -299,6 +313,17 @@ class PolicyWorker:
     def save(self, folder: str) -> None:
         """Write parameters and optimizer state. Collective; all ranks share the folder's disk."""
         checkpoint.save(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+
+    def save_reference(self, folder: str) -> None:
+        """Write the reference's parameters, which are those of the start until they are refreshed.
+        Collective."""
+        assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
+        checkpoint.save_weights(folder, self.reference.chunks, self.mesh)
+
+    def load_reference(self, folder: str) -> None:
+        """Read what `save_reference` wrote. Collective."""
+        assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
+        checkpoint.load_weights(folder, self.reference.chunks, self.mesh)
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Collective."""

@@ -22,8 +22,8 @@ import wandb
 
 from rltrain.config.redact import redacted
 from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.dashboard import DASHBOARD, Panel, panel_lines
-from rltrain.tracking.metrics import METRICS
 
 logger = logging.getLogger(__name__)
 

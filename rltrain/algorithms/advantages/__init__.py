@@ -1,12 +1,18 @@
 """Advantages by name. A new one is a file here and an entry in ``ADVANTAGES`` (docs/extend.md)."""
 
-from rltrain.algorithms.advantages.group import dr_grpo, grpo
+from rltrain.algorithms.advantages.gae import gae
+from rltrain.algorithms.advantages.group import dr_grpo, grpo, rloo
 from rltrain.algorithms.advantages.inputs import Advantage
+from rltrain.algorithms.advantages.reinforce import reinforce_pp, reinforce_pp_baseline
 from rltrain.algorithms.registry import find
 
 ADVANTAGES = {
     "grpo": Advantage(grpo, compares=True),
     "dr_grpo": Advantage(dr_grpo, compares=True),
+    "rloo": Advantage(rloo, compares=True),
+    "reinforce_pp": Advantage(reinforce_pp),
+    "reinforce_pp_baseline": Advantage(reinforce_pp_baseline, compares=True),
+    "gae": Advantage(gae, needs_values=True),
 }
 
 

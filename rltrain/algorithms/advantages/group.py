@@ -27,6 +27,15 @@ def dr_grpo(inputs: AdvantageInputs) -> Advantages:
     return Advantages(inputs.over_tokens(Groups.of(inputs).centered(inputs.scores)))
 
 
+def rloo(inputs: AdvantageInputs) -> Advantages:
+    """``A_i = r_i - mean of the group's others`` (arXiv:2402.14740, equation 8): the distance from
+    the mean of all n, times ``n / (n - 1)``. One response alone has no others: 0.
+    """
+    groups = Groups.of(inputs)
+    stretch = groups.count / (groups.count - 1).clamp_min(1)
+    return Advantages(inputs.over_tokens(groups.centered(inputs.scores) * stretch[groups.index]))
+
+
 @dataclass(frozen=True)
 class Groups:
     """The scored sequences by prompt; the others are of no group."""

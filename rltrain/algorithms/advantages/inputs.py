@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.sequences import require_finite, sequence_of, sequence_sum
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:
@@ -25,36 +27,40 @@ class AdvantageInputs:
     lam: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_finite("rewards", self.rewards[self.scored], self.scored.nonzero().flatten())
+        bad = (self.scored & ~self.rewards.isfinite()).nonzero().flatten()
+        if len(bad):
+            raise ValueError(
+                f"rewards: sequence {int(bad[0])} has {float(self.rewards[bad[0]])}, expected a "
+                "finite number; a sequence whose reward failed has no token in the mask"
+            )
         for name in ("token_rewards", "values"):
             values: Tensor | None = getattr(self, name)
             if values is not None:
-                _check_finite(name, values[self.mask], self.sequence[self.mask])
-
-    @property
-    def sequence(self) -> Tensor:
-        """Which sequence each token is of.  # [N]"""
-        return torch.arange(len(self.seq_lens)).repeat_interleave(self.seq_lens)
+                require_finite(name, values, self.mask, self.seq_lens)
 
     @property
     def scored(self) -> Tensor:
         """bool, sequences with a token under the mask.  # [B]"""
-        return self.per_sequence_sum(self.mask.double()) > 0
-
-    def per_sequence_sum(self, values: Tensor) -> Tensor:
-        """[N] -> [B]"""
-        return torch.zeros(len(self.seq_lens), dtype=values.dtype).index_add_(
-            0, self.sequence, values
-        )
+        return sequence_sum(self.mask.double(), self.seq_lens) > 0
 
     @property
     def scores(self) -> Tensor:
         """float64, what a sequence's tokens were rewarded together.  # [B]"""
-        return self.per_sequence_sum(torch.where(self.mask, self.token_rewards.double(), 0.0))
+        rewarded = torch.where(self.mask, self.token_rewards.double(), 0.0)
+        return sequence_sum(rewarded, self.seq_lens)
+
+    @property
+    def owner(self) -> Tensor:
+        """Which sequence each masked token is of.  # [M]"""
+        return sequence_of(self.seq_lens)[self.mask]
+
+    def at_mask(self, values: Tensor) -> Tensor:
+        """Numbers of the masked tokens at their places, in float32, 0 elsewhere.  # [M] -> [N]"""
+        return torch.zeros(len(self.mask)).masked_scatter_(self.mask, values.float())
 
     def over_tokens(self, per_sequence: Tensor) -> Tensor:
         """Give every masked token its sequence's number, the others zero.  # [B] -> [N]"""
-        return torch.where(self.mask, per_sequence[self.sequence], 0.0).float()
+        return self.at_mask(per_sequence[self.owner])
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,3 @@ class Advantage:
     """Whether it compares the responses to a prompt, so that one alone learns nothing."""
     needs_values: bool = False
     """Whether a critic is built."""
-
-
-def _check_finite(name: str, values: Tensor, sequence: Tensor) -> None:
-    bad = (~values.isfinite()).nonzero().flatten()
-    if len(bad):
-        raise ValueError(
-            f"{name}: sequence {int(sequence[bad[0]])} has {float(values[bad[0]])}, expected a "
-            "finite number"
-        )

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rltrain.algorithms.mismatch import mismatch_metrics
-from rltrain.tracking.metrics import METRICS, check, document, find
+from rltrain.tracking.catalogue import METRICS
+from rltrain.tracking.metrics import check, document, find
 
 ROOT = Path(__file__).parents[3]
 

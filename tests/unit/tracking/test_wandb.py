@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.dashboard import DASHBOARD, panel_lines
-from rltrain.tracking.metrics import METRICS, find
+from rltrain.tracking.metrics import find
 from rltrain.tracking.tracker import Tracker
 from rltrain.tracking.wandb import STEP, choose_mode, dashboard_view
 

@@ -1,0 +1,37 @@
+"""What advantages that differ from token to token are made with, in float64."""
+
+import torch
+from torch import Tensor
+
+VARIANCE_EPS = 1e-8
+
+
+def discounted_sums(terms: Tensor, decay: float, owner: Tensor) -> Tensor:
+    """``y_t = x_t + decay * y_(t+1)`` within each sequence, 0 after its end.
+
+    Args:
+        terms: of the masked tokens  # [M]
+        owner: which sequence each is of; a sequence's are neighbors  # [M]
+
+    Returns:
+        float64  # [M]
+    """
+    found: list[float] = []
+    later, sequence = 0.0, None
+    for term, own in zip(reversed(terms.tolist()), reversed(owner.tolist()), strict=True):
+        later = term + decay * later if own == sequence else term
+        sequence = own
+        found.append(later)
+    return torch.tensor(found[::-1], dtype=torch.float64)
+
+
+def whitened(values: Tensor) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + 1e-8)`` with the biased variance (division by the count), as
+    in the code of arXiv:1909.08593 (openai/lm-human-preferences, ``core.whiten``). Exactly 0 where
+    all are one number: their distance from their mean is rounding.  # [M] -> [M]
+    """
+    values = values.double()
+    if len(values) == 0 or bool(values.min() == values.max()):
+        return torch.zeros_like(values)
+    centered = values - values.mean()
+    return centered / (centered.square().mean() + VARIANCE_EPS).sqrt()
