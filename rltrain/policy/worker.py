@@ -6,13 +6,10 @@ object store, R2's from its own log-probability pass.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_objective
@@ -20,92 +17,39 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy import checkpoint
 from rltrain.policy.agreement import agree
-from rltrain.policy.mesh import init_mesh
-from rltrain.policy.micro_batch import MicroBatch, cut
-from rltrain.policy.model import build_model
-from rltrain.policy.optimizer import build_optimizer, take_step
-from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, accumulate, score
+from rltrain.policy.learner import Learner
+from rltrain.policy.micro_batch import MicroBatch
+from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, score
 from rltrain.policy.routes import fetch_routes
 from rltrain.policy.sequences import sequence_mean
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
-from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
-from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
-from rltrain.weights.stored import POLICY
 from rltrain.weights.transport import BucketWriter
 
-if TYPE_CHECKING:  # it imports megatron-bridge, which few have
-    from rltrain.policy.bridge import Bridge
 
-
-class PolicyWorker:
+class PolicyWorker(Learner):
     """One rank of the policy: its part of the model, the optimizer and a step's sequences."""
 
     def __init__(
         self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
     ) -> None:
-        self.config = config
-        self.device = device
-        self.model_path = model_path
-        self.arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
-        self.bridge = _bridge(model_path, self.arch)
-        self.mesh = init_mesh(
-            config.policy.parallel,
-            rank,
-            config.policy.parallel.world_size,
-            init_method,
-            device,
-            seed=config.trainer.seed,
-            timeout_s=config.cluster.call_timeout_s,
-        )
-        self.chunks = self._load(ddp=True)
-        self.optimizer, self.learning_rate = build_optimizer(
-            self.chunks,
-            config.optimizer,
-            config.policy.precision,
-            device,
-            total_updates=config.trainer.steps * config.trainer.mini_batches,
-        )
+        arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
+        super().__init__(config, arch, config.optimizer, rank, init_method, model_path, device)
         self.model = self._on_mesh(self.chunks)
         self.reference = (
             self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None
         )
-        self.shard: Batch | None = None
         self.recorded_routes: Tensor | None = None
-
-    def _load(self, *, ddp: bool) -> list[MegatronModule]:
-        chunks = build_model(
-            self.arch,
-            self.config.policy,
-            self.mesh,
-            device=self.device,
-            routing_replay=self.arch.num_experts > 0,
-            ddp=ddp,
-            freeze_router=self.config.optimizer.freeze_router,
-            bridge=self.bridge,
-        )
-        if (weights := self.config.model.weights) is not None:
-            folder = Path(weights).expanduser() / POLICY
-            checkpoint.load_weights(str(folder), chunks, self.mesh)
-        elif self.bridge is not None:
-            self.bridge.load(chunks)
-        else:
-            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
-        return chunks
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
         sampled = self.config.algorithm.type != "sft"
         temperature = self.config.rollout.temperature if sampled else 1.0
         return ModelOnMesh(chunks, self.arch, self.mesh, self.config.policy, temperature)
-
-    def place(self) -> dict[str, Any]:
-        """Which shard this rank needs, and what it runs on."""
-        return {"rank": self.mesh.rank, "dp_rank": self.mesh.dp_rank, "device": str(self.device)}
 
     # One step's sequences
 
@@ -210,26 +154,18 @@ class PolicyWorker:
                 replay_expert_indices=self.recorded_routes,
                 replay_mask=torch.ones(shard.num_tokens, dtype=torch.bool),
             )
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         traced = self.config.routing_replay.trace and routing == "rollout"
         recorder = Recorder(self.model, shard.num_tokens) if traced else None
-        found = accumulate(
-            self.model,
-            self._cut(plan, shard),
+        found = self._accumulate(
+            plan,
+            shard,
             partial(self._objective, kl_coef),
             replay=routing != "native",
             recorder=recorder,
         )
         if recorder is not None:
             self._trace(shard, plan, recorder.gathered(), "the update")
-        lr = self.learning_rate.step()
-        grad_norm = take_step(self.optimizer)
-        # Each context-parallel rank has the sums of its own tokens.
-        if self.mesh.tp_rank or not self.mesh.is_last_stage:
-            return None
-        return self._summed(found, grad_norm, lr)
+        return self._take_step(found)
 
     def _objective(
         self, kl_coef: float, mb: MicroBatch, logprobs: Tensor, entropy: Tensor
@@ -251,25 +187,6 @@ class PolicyWorker:
             config=self.config.algorithm,
             kl_coef=kl_coef,
         )
-
-    @staticmethod
-    def _summed(found: Sequence[Sums], grad_norm: float, lr: float) -> Updated:
-        names = found[0].totals
-        maxima = found[0].maxima
-        return Updated(
-            totals={n: float(torch.stack([s.totals[n] for s in found]).sum()) for n in names},
-            maxima={n: float(torch.stack([s.maxima[n] for s in found]).max()) for n in maxima},
-            grad_norm=grad_norm,
-            lr=lr,
-        )
-
-    def _shard(self) -> Batch:
-        assert self.shard is not None, "begin_step comes first"
-        return self.shard
-
-    def _cut(self, plan: Plan, shard: Batch | None = None) -> list[MicroBatch]:
-        grid = replace(self.mesh.token_grid, align=self.config.policy.slot_align)
-        return cut(shard or self._shard(), plan, grid, self.device)
 
     # Weights
 
@@ -308,11 +225,7 @@ class PolicyWorker:
         # What is quantised is what a sync casts to the engine's dtype.
         self.export(path, "bfloat16" if fp8 else "float32", fp8=fp8)
 
-    # Checkpoints
-
-    def save(self, folder: str) -> None:
-        """Write parameters and optimizer state. Collective; all ranks share the folder's disk."""
-        checkpoint.save(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+    # The reference's checkpoint
 
     def save_reference(self, folder: str) -> None:
         """Write the reference's parameters, which are those of the start until they are refreshed.
@@ -324,16 +237,3 @@ class PolicyWorker:
         """Read what `save_reference` wrote. Collective."""
         assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
         checkpoint.load_weights(folder, self.reference.chunks, self.mesh)
-
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote. Collective."""
-        checkpoint.load(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
-
-
-def _bridge(path: str, arch: Architecture) -> "Bridge | None":
-    """What stands in for rltrain's own maps where they lack the family."""
-    if arch.family != "bridged":
-        return None
-    from rltrain.policy.bridge import Bridge
-
-    return Bridge(path, arch)
