@@ -44,7 +44,7 @@ def run(config: Config) -> None:
         # The engines load while the policy workers do.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)
-        policy = PolicyGroup(config, str(path), placed.device, placed.policy_options)
+        policy = PolicyGroup(config, str(path), placed)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
         prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)

@@ -42,7 +42,7 @@ def run(config: Config) -> None:
             versions,
             num_steps=config.trainer.steps,
         ) as tracker:
-            policy = PolicyGroup(config, str(path), placed.device, placed.policy_options)
+            policy = PolicyGroup(config, str(path), placed)
             fit(config, policy, problems, tokenizer, tracker)
             policy.call("export", str(run_dir / "model"), "float32")
     logger.info("model: %s", run_dir / "model")
@@ -115,7 +115,7 @@ def warm_started_model(config: Config, placed: Cluster) -> Path:
     problems = load_problems(DataConfig(), tokenizer, warm.num_problems).warm_start
     fitting = warm_start_config(config)
     logger.info("warm start: %d supervised steps on %d problems", warm.steps, len(problems))
-    policy = PolicyGroup(fitting, str(random_path), placed.device, placed.policy_options)
+    policy = PolicyGroup(fitting, str(random_path), placed)
     try:
         fit(fitting, policy, problems, tokenizer)
         save_atomically(

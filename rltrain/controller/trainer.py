@@ -195,14 +195,14 @@ class Trainer:
 
     def save(self, step: int) -> None:
         state = {"prompts": self.sampler.prompts.state_dict(), "kl_coef": self.kl_coef}
-        checkpoint.save(self.run_dir, step, self.policy, state, self.config.checkpoint.keep)
+        checkpoint.save(self.run_dir, step, [self.policy], state, self.config.checkpoint.keep)
 
     def resume(self) -> int:
         """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
         found = checkpoint.checkpoints(self.run_dir)
         if self.config.trainer.resume == "never" or not found:
             return 0
-        state = checkpoint.restore(found[-1], self.run_dir, self.policy, self.config.checkpoint)
+        state = checkpoint.restore(found[-1], self.run_dir, [self.policy], self.config.checkpoint)
         self.sampler.prompts.load_state_dict(state["prompts"])
         self.kl_coef = state["kl_coef"]
         return int(state["step"])

@@ -1,4 +1,4 @@
-"""The policy's parameters and optimizer state in Megatron's distributed format.
+"""A model's parameters and optimizer state in Megatron's distributed format.
 
 ``fully_reshardable``: what one layout saved another one loads. The format holds pickles, so what is
 opened here must have been trusted first (`rltrain.controller.checkpoint`).
@@ -15,6 +15,9 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.optimizer import LearningRate
+from rltrain.policy.value_head import ValueHead
+
+_HEAD = "output_layer.weight"
 
 
 def save(
@@ -60,13 +63,18 @@ def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
     Collective.
 
     Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
-    Transformer Engine keeps besides is not read: a new model has its own.
+    Transformer Engine keeps besides is not read, nor a critic's head: a new model has its own.
     """
-    bare = _bare(chunks)
-    state = dist_checkpointing.load(_model_states(bare, mesh), folder)
+    bare, own = _bare(chunks), ("_extra_state",)
+    wanted = _model_states(bare, mesh)
+    for number, model in enumerate(bare):
+        if isinstance(getattr(model, "output_layer", None), ValueHead):
+            own = (*own, _HEAD)
+            del wanted[f"model{number}"][_HEAD]
+    state = dist_checkpointing.load(wanted, folder)
     for number, model in enumerate(bare):
         left = model.load_state_dict(state[f"model{number}"], strict=False)
-        assert all(name.endswith("_extra_state") for name in left.missing_keys), left
+        assert all(name.endswith(own) for name in left.missing_keys), left
         assert not left.unexpected_keys, left
 
 

@@ -269,6 +269,8 @@ def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> di
     found["second grad norm"] = update()["grad norm"]
     found |= _parameters(worker, "second/")
     found["values after"] = values()
+    if name == "pp2":
+        _check_imported_weights(folder, worker)
     return {n: x.contiguous() for n, x in found.items()}
 
 
@@ -280,6 +282,31 @@ def _check_routers(worker: "CriticWorker") -> None:
     assert all(router.router_replay is None for router in routers)
     assert worker.model.route_layers == []
     assert bool(routers) == (worker.arch.num_experts > 0)
+
+
+def _check_imported_weights(folder: Path, worker: "CriticWorker") -> None:
+    """A critic's trunk comes from a checkpoint of the policy's, too; its head stays as it is."""
+    from rltrain.policy import checkpoint
+    from rltrain.policy.model import build_model
+    from rltrain.weights.families import read_architecture
+    from rltrain.weights.load import load_huggingface
+
+    path, arch = folder / MOE, read_architecture(folder / MOE)
+    options = {"device": worker.device, "routing_replay": False, "ddp": False}
+    policy = build_model(arch, worker.config.policy, worker.mesh, **options)
+    load_huggingface(path, policy, arch, worker.mesh)
+    if worker.mesh.rank == 0:
+        (folder / "imported").mkdir()
+    torch.distributed.barrier()
+    checkpoint.save_weights(str(folder / "imported"), policy, worker.mesh)
+    before = _parameters(worker, "")
+    checkpoint.load_weights(str(folder / "imported"), worker.chunks, worker.mesh)
+    after = _parameters(worker, "")
+    load_huggingface(path, worker.chunks, worker.arch, worker.mesh)
+    expected = _parameters(worker, "")
+    assert all(torch.equal(after[name], x) for name, x in expected.items())
+    changed = {name for name, x in before.items() if not torch.equal(after[name], x)}
+    assert changed == set(before) - {HEAD}
 
 
 def _parameters(worker: "CriticWorker", prefix: str) -> dict[str, Tensor]:
