@@ -122,7 +122,7 @@ class Trainer:
         if scored is None:
             return {}
         assert batch.rollout_logprobs is not None
-        compared = batch.rollout_logprobs, batch.response_mask
+        compared = batch.rollout_logprobs, batch.response_mask, batch.seq_lens
         if scored.agreement is None:
             return mismatch_metrics(scored.logprobs, *compared)
         native = scored
