@@ -95,7 +95,7 @@ class PolicyGroup:
     def score(
         self,
         *,
-        routing: Literal["native", "rollout"],
+        routing: Literal["native", "rollout", "recorded"],
         measure: bool = False,
         record: bool = False,
         of: Literal["policy", "reference"] = "policy",
