@@ -19,7 +19,7 @@ class PolicyGroup(WorkerGroup):
     def score(
         self,
         *,
-        routing: Literal["native", "rollout"],
+        routing: Literal["native", "rollout", "recorded"],
         measure: bool = False,
         record: bool = False,
         of: Literal["policy", "reference"] = "policy",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import checkpoint, stages
 from rltrain.controller.evaluation import Evaluator
+from rltrain.controller.invariants import FirstStep, block, check_first_step
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.weight_sync import check_weight_sync, sync_weights
@@ -44,13 +45,16 @@ class Trainer:
     evaluator: Evaluator = field(init=False)
     tracker: Tracker = field(init=False)
     kl_coef: float = field(init=False)
+    resumed_after: int = field(init=False)  # the step, 0 in a fresh run
+    synced_after: int = field(init=False)  # the step whose weights the engines have
 
     def __post_init__(self) -> None:
         self.kl_coef = self.config.algorithm.kl.coef
 
     def train(self, done: int) -> None:
         """Go on after step ``done``, 0 for a fresh run."""
-        self.sync_weights()
+        self.resumed_after = done
+        self.sync_weights(done)
         if done == 0 and self.config.trainer.eval_every:
             self.tracker.log(0, self.evaluator.evaluate(0))
         for step in range(done + 1, self.config.trainer.steps + 1):
@@ -59,6 +63,7 @@ class Trainer:
     def step(self, step: int) -> None:
         timer = StepTimer()
         sampled, metrics = self.sampler.sample(step, timer)
+        metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
         batch, found = self.fall_back(sampled.batch, sampled.names)
         metrics |= found
         with timer.phase("old_logprobs"):
@@ -80,7 +85,7 @@ class Trainer:
         metrics |= self.adapt_reference(step, batch, metrics)
         if step % self.config.trainer.sync_every == 0:
             with timer.phase("weight_sync"):
-                self.sync_weights()
+                self.sync_weights(step)
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
                 metrics |= self.evaluator.evaluate(step)
@@ -88,6 +93,8 @@ class Trainer:
             with timer.phase("checkpoint"):
                 self.save(step)
         self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
+        if step == self.resumed_after + 1:
+            self.check_invariants(step, batch, updates, metrics)
 
     # The stages
 
@@ -122,7 +129,7 @@ class Trainer:
         if scored is None:
             return {}
         assert batch.rollout_logprobs is not None
-        compared = batch.rollout_logprobs, batch.response_mask
+        compared = batch.rollout_logprobs, batch.response_mask, batch.seq_lens
         if scored.agreement is None:
             return mismatch_metrics(scored.logprobs, *compared)
         native = scored
@@ -148,8 +155,21 @@ class Trainer:
         return batch.rollout_expert_indices is not None and (step - 1) % every == 0
 
     def score_reference(self, batch: Batch) -> Batch:
-        replay = self.config.routing_replay.reference == "replay"
-        scored = self.policy.score(routing="rollout" if replay else "native", of="reference")
+        """By default natively; ``routing_replay.reference=replay`` uses the policy's routes."""
+        native = self.config.routing_replay.reference == "native"
+        routing = "native" if native else UPDATE_ROUTING[self.config.routing_replay.mode]
+        scored = self.policy.score(routing=routing, of="reference")
+        return batch.with_fields(ref_logprobs=scored.logprobs)
+
+    def pair_reference(self, batch: Batch) -> Batch | None:
+        """``batch`` with a reference that was scored as the policy was: a fresh run's is the same
+        model. None where the policy was not scored at all."""
+        algorithm, replay = self.config.algorithm, self.config.routing_replay
+        if algorithm.kl.coef == 0 or algorithm.bypass_old_logprobs or self.resumed_after:
+            return None
+        if replay.mode != "r3" or replay.reference == "replay":
+            return batch
+        scored = self.policy.score(routing="rollout", of="reference")
         return batch.with_fields(ref_logprobs=scored.logprobs)
 
     def weigh(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -189,6 +209,38 @@ class Trainer:
             self.policy.call("refresh_reference")
         return {"policy/kl_coef": used}
 
+    def check_invariants(
+        self, step: int, batch: Batch, updates: Sequence[Updated], metrics: dict[str, float]
+    ) -> None:
+        """Print what must hold in a first step, and end the run unless it does.
+
+        Raises:
+            RuntimeError: naming what failed, where ``trainer.invariants=stop``.
+        """
+        params = self.config.policy.precision.params
+        auto: Literal["fp32", "bf16"] = "fp32" if self.spec.device == "cpu" else "bf16"
+        first = FirstStep(
+            batch=batch,
+            updates=updates,
+            metrics=metrics,
+            is_fresh=self.resumed_after == 0,
+            paired=self.pair_reference(batch),
+            native_losses=self.policy.call("native_losses")[0],
+            precision=auto if params == "auto" else params,
+            vocab_size=self.arch.vocab_size,
+            has_experts=bool(self.arch.moe_layers),
+        )
+        checks = check_first_step(first, self.config)
+        logger.info("%s", block(checks, step))
+        self.tracker.invariants(step, [asdict(check) for check in checks])
+        failed = [check.name for check in checks if check.state == "fail"]
+        if failed and self.config.trainer.invariants == "stop":
+            raise RuntimeError(
+                f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}"
+                f"\n{block(checks, step)}\nThe trainer and its engine do not compute the same "
+                "policy. Look there first; trainer.invariants=warn goes on regardless"
+            )
+
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
         return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
@@ -211,7 +263,9 @@ class Trainer:
     def run_dir(self) -> Path:
         return Path(self.config.trainer.output_dir)
 
-    def sync_weights(self) -> None:
+    def sync_weights(self, step: int) -> None:
+        """Bring the weights after ``step`` into the engines."""
+        self.synced_after = step
         engines, limit = self.sampler.generator.engines, self.config.cluster.call_timeout_s
         sync_weights(self.policy, engines, self.config.rollout.dtype, limit)
         if self.config.trainer.check_weight_sync:

@@ -17,6 +17,7 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy import checkpoint
 from rltrain.policy.agreement import agree
+from rltrain.policy.guards import native_losses
 from rltrain.policy.learner import Learner
 from rltrain.policy.micro_batch import MicroBatch
 from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, score
@@ -51,6 +52,13 @@ class PolicyWorker(Learner):
         temperature = self.config.rollout.temperature if sampled else 1.0
         return ModelOnMesh(chunks, self.arch, self.mesh, self.config.policy, temperature)
 
+    def native_losses(self) -> list[str]:
+        """Losses and bias updates of the routers that are on, as ``name=coefficient``."""
+        config = self.chunks[0].config
+        rate = config.moe_router_bias_update_rate
+        biased = [f"moe_router_bias_update_rate={rate}"] if rate else []
+        return [*native_losses(config), *biased]
+
     # One step's sequences
 
     def begin_step(self, shard: Batch) -> None:
@@ -71,7 +79,7 @@ class PolicyWorker(Learner):
         self,
         plan: Plan,
         *,
-        routing: Literal["native", "rollout"],
+        routing: Literal["native", "rollout", "recorded"],
         measure: bool = False,
         record: bool = False,
         of: Literal["policy", "reference"] = "policy",
@@ -79,22 +87,21 @@ class PolicyWorker(Learner):
         """Log-probabilities of the shard.
 
         Args:
-            routing: ``rollout`` replays the rollout engine's routes (R3)
+            routing: ``rollout`` replays the rollout engine's routes (R3), ``recorded`` those that
+                an earlier call recorded
             measure: compare native routing with the rollout's
             record: keep the routes used for `update` to replay: all (R2), or those of rows without
                 a captured route (R3 that falls back on R2)
         """
-        shard = self._shard()
+        shard = self._replaying(self._shard(), routing)
         model = self.model if of == "policy" else self.reference
         assert model is not None, "the reference was not built: algorithm.kl.coef is 0"
-        if routing == "rollout":
-            shard = self._replaying_rollout(shard)
         traced = self.config.routing_replay.trace and routing == "rollout"
         scores = score(
             model,
             self._cut(plan, shard),
             shard.num_tokens,
-            replay=routing == "rollout",
+            replay=routing != "native",
             record=record or measure or traced,
         )
         if record and scores.recorded is not None:
@@ -110,8 +117,19 @@ class PolicyWorker(Learner):
             agreement = agree(shard, scores.recorded, layers, self.arch.num_layers)
         return StageScored(scores.logprobs, agreement)
 
-    def _replaying_rollout(self, shard: Batch) -> Batch:
-        """Replay what was captured; where routes were recorded since, those in the other rows."""
+    def _replaying(self, shard: Batch, routing: str) -> Batch:
+        """The shard with what its routers must choose; in native routing that is nothing.
+
+        Rows that were not captured repeat what was recorded since, if anything was.
+        """
+        if routing == "native":
+            return shard
+        if routing == "recorded":
+            assert self.recorded_routes is not None, "no routes were recorded in this step"
+            everywhere = torch.ones(shard.num_tokens, dtype=torch.bool)
+            return shard.with_fields(
+                replay_expert_indices=self.recorded_routes, replay_mask=everywhere
+            )
         routes, mask = shard.require("rollout_expert_indices", "route_mask")
         if self.recorded_routes is not None:
             routes = torch.where(mask.view(-1, 1, 1), routes, self.recorded_routes)
@@ -145,15 +163,7 @@ class PolicyWorker(Learner):
             routing: whose experts to use; ``recorded`` are those `score` kept
             kl_coef: of the KL in the loss, which may adapt from step to step
         """
-        shard = self._shard().with_fields(**fields)
-        if routing == "rollout":
-            shard = self._replaying_rollout(shard)
-        elif routing == "recorded":
-            assert self.recorded_routes is not None, "no routes were recorded in this step"
-            shard = shard.with_fields(
-                replay_expert_indices=self.recorded_routes,
-                replay_mask=torch.ones(shard.num_tokens, dtype=torch.bool),
-            )
+        shard = self._replaying(self._shard().with_fields(**fields), routing)
         traced = self.config.routing_replay.trace and routing == "rollout"
         recorder = Recorder(self.model, shard.num_tokens) if traced else None
         found = self._accumulate(
