@@ -93,6 +93,7 @@ class Batch:
     rollout_logprobs: Tensor | None = _dims("N")  # vLLM, at sampling
     old_logprobs: Tensor | None = _dims("N")  # Megatron, before the update
     ref_logprobs: Tensor | None = _dims("N")  # the frozen reference
+    truncated: Tensor | None = _dims("B")  # bool, the response was cut at the limit
     rewards: Tensor | None = _dims("B")
     token_rewards: Tensor | None = _dims("N")  # the reward at the last token, and penalties
     values: Tensor | None = _dims("N")  # the critic's, of the prefix before each token
@@ -171,3 +172,22 @@ class Batch:
             else:
                 chosen[name] = value[token_index if dims[0] == "N" else row_index]
         return replace(self, **chosen)
+
+    @classmethod
+    def join(cls, batches: Sequence[Self]) -> Self:
+        """One batch of several that have the same fields, in their order; the groups of each stay
+        groups of their own."""
+        assert len({frozenset(name for name, _, _ in b._present()) for b in batches}) == 1
+        first_group, renumbered = 0, []
+        for batch in batches:
+            if batch.group_ids is not None:
+                ids = batch.group_ids + first_group
+                first_group = int(ids.max()) + 1 if len(ids) else first_group
+                batch = batch.with_fields(group_ids=ids)
+            renumbered.append({name: value for name, _, value in batch._present()})
+        joined: dict[str, Any] = {}
+        for name, value in renumbered[0].items():
+            parts = [fields[name] for fields in renumbered]
+            whole = isinstance(value, tuple)
+            joined[name] = tuple(r for part in parts for r in part) if whole else torch.cat(parts)
+        return cls(**joined)

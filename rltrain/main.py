@@ -61,7 +61,7 @@ def run(config: Config) -> int:
         if config.algorithm.type == "sft":
             from rltrain.controller.supervised import run as train
         else:
-            from rltrain.controller.trainer import run as train
+            from rltrain.controller.reinforced import run as train
         train(config)
     except KeyboardInterrupt:
         return 130

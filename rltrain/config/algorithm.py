@@ -19,7 +19,7 @@ class KLConfig(Section):
     where: Literal["loss", "reward"] = "loss"
     """A term of the loss, or taken from the reward of every token."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt ``coef`` after every step so that the measured KL stays near this (arXiv:1909.08593)."""
+    """Adapt ``coef`` after every step so that the KL stays near this (arXiv:1909.08593)."""
     horizon: Positive = 10_000
     """Responses over which an adaptive ``coef`` moves by its error, which is clipped to 0.2."""
     refresh_every: Annotated[int, Field(ge=0)] = 0
@@ -94,8 +94,8 @@ class DynamicSamplingConfig(Section):
     """Groups whose rewards are all equal teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
 
     max_rounds: Annotated[int, Field(ge=0)] = 0
-    """Rounds of generation a step may take to find ``prompts_per_step`` groups that teach. Fewer
-    are trained on, with a warning, where they do not suffice. 0 trains on all groups as they are."""
+    """Rounds of generation a step may take to find ``prompts_per_step`` groups that teach; where
+    they do not suffice it trains on fewer, with a warning. 0 trains on all groups as they are."""
 
 
 class OverlongConfig(Section):
@@ -148,5 +148,14 @@ class AlgorithmConfig(Section):
                 "bypass_old_logprobs=true leaves out the pass whose log-probabilities "
                 "algorithm.correction compares with the rollout's; the ratio of the loss spans the "
                 "mismatch then. Recompute them, or drop the correction"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_group_of_one_has_no_spread(self) -> Self:
+        if self.dynamic_sampling.max_rounds and self.group_size < 2:
+            raise ValueError(
+                "dynamic_sampling looks for groups whose rewards differ, and group_size=1 has "
+                "none: use 2 or more, or set dynamic_sampling.max_rounds=0"
             )
         return self

@@ -29,13 +29,17 @@ class Key:
         return isinstance(self.default, dict)
 
 
-def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
-    """The leaf keys below ``section`` in the order they are declared."""
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from keys(field.annotation, f"{prefix}{name}.")
+def keys(section: BaseModel | None = None, prefix: str = "") -> Iterator[Key]:
+    """The leaf keys below ``section``, all of `Config` if it is None, in the order of declaration.
+
+    Their defaults are the section's values: two sections of one type may have different ones.
+    """
+    section = Config() if section is None else section
+    for name, field in type(section).model_fields.items():
+        default = getattr(section, name)
+        if isinstance(default, BaseModel):
+            yield from keys(default, f"{prefix}{name}.")
         else:
-            default = field.get_default(call_default_factory=True)
             yield Key(f"{prefix}{name}", spell_field(field), default, field.description or "")
 
 
@@ -92,9 +96,8 @@ def markdown() -> str:
         "variants of each section (`data=jsonl`) and the recipes (`+recipe=grpo_moe_r3`).",
     ]
     for name, field in Config.model_fields.items():
-        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
         lines += ["", f"## {name}", "", "| key | type | default | |", "|---|---|---|---|"]
-        for key in keys(field.annotation, f"{name}."):
+        for key in keys(field.get_default(), f"{name}."):
             doc = " ".join(key.doc.replace("``", "`").replace("|", "\\|").split())
             lines.append(f"| `{key.name}` | {key.type} | `{show(key.default)}` | {doc} |")
     return "\n".join(lines) + "\n"

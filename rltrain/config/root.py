@@ -92,6 +92,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def checkpoints_fall_on_weight_syncs(self) -> Self:
+        """A resumed run begins with a sync; between two it would not go on as it was."""
+        every = self.checkpoint.every
+        if every % self.trainer.sync_every:
+            raise ValueError(
+                f"checkpoint.every={every} is not a multiple of trainer.sync_every="
+                f"{self.trainer.sync_every}: a run could not resume as it was"
+            )
+        return self
+
+    @model_validator(mode="after")
     def a_replayed_reference_exists(self) -> Self:
         if self.routing_replay.reference == "replay" and (
             self.routing_replay.mode == "off" or self.algorithm.kl.coef == 0

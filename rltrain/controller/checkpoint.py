@@ -2,6 +2,7 @@
 
     <run>/checkpoints/step_000010/
         policy/        Megatron's distributed checkpoint
+        critic/        likewise, where there is one
         state.json     step, data position
         manifest.json  size and SHA-256 of every other file
 
@@ -13,20 +14,26 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rltrain.config.trainer import CheckpointConfig
-from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller.worker_group import WorkerGroup
 from rltrain.weights import manifest
 
 logger = logging.getLogger(__name__)
 
-STATE, POLICY = "state.json", "policy"
+STATE = "state.json"
 
 
-def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], keep: int) -> Path:
+def save(
+    run_dir: Path, step: int, groups: Sequence[WorkerGroup], state: dict[str, Any], keep: int
+) -> Path:
     """Write the checkpoint of ``step``; older ones than the ``keep`` newest go, after it is there.
+
+    Args:
+        groups: each gets a folder named after its role
 
     Raises:
         RuntimeError: the disk is full or cannot be written; the older checkpoints are untouched.
@@ -35,8 +42,9 @@ def save(run_dir: Path, step: int, policy: PolicyGroup, state: dict[str, Any], k
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / POLICY).mkdir(parents=True)
-        policy.call("save", str(partial / POLICY))
+        for group in groups:
+            (partial / group.role).mkdir(parents=True)
+            group.call("save", str(partial / group.role))
         (partial / STATE).write_text(json.dumps({"step": step, **state}))
         manifest.write(partial)
         shutil.rmtree(target, ignore_errors=True)
@@ -58,15 +66,23 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def restore(
-    path: Path, run_dir: Path, policy: PolicyGroup, config: CheckpointConfig
+    path: Path, run_dir: Path, groups: Sequence[WorkerGroup], config: CheckpointConfig
 ) -> dict[str, Any]:
-    """Load a checkpoint into the policy; returns the state that was saved with it.
+    """Load a checkpoint into the groups; returns the state that was saved with it.
 
     Raises:
-        ValueError: it is not from this run and not trusted, or a file is not what it was.
+        ValueError: it is not from this run and not trusted, a file is not what it was, or it was
+            saved without one of the groups.
     """
     verify(path, run_dir, trust=config.trust)
-    policy.call("load", str(path / POLICY))
+    for group in groups:
+        if not (path / group.role).is_dir():
+            raise ValueError(
+                f"{path} was saved by a run without a {group.role}: go on with the configuration "
+                "of that run, or start anew in another trainer.output_dir"
+            )
+    for group in groups:
+        group.call("load", str(path / group.role))
     state: dict[str, Any] = json.loads((path / STATE).read_text())
     logger.info("resumed after step %d from %s", state["step"], path)
     return state

@@ -3,14 +3,22 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
+import ray.util
 from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
+from rltrain.policy.actor import Role
+
+HALF, THIRD = 0.5, 0.33
+"""Shares of a GPU, for Ray's counting alone: it limits nobody's memory."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +28,21 @@ class Cluster:
     device: Literal["cpu", "cuda"]
     policy_gpus: float  # of each policy rank
     engine_gpus: float  # of each engine
+    critic_gpus: float = 0  # of each critic rank
+    pairs: PlacementGroup | None = None
+    """A GPU for each policy rank and the critic rank of that number, where they share. Ray left to
+    itself would put two halves of the policy on one GPU, which NCCL refuses."""
 
-    @property
-    def policy_options(self) -> dict[str, Any]:
+    def worker_options(self, role: Role, rank: int) -> dict[str, Any]:
+        """Of the Ray actor of one rank."""
         # Megatron's collectives run in an order that has to be the same on all ranks.
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return {"num_cpus": 0, "num_gpus": self.policy_gpus, "runtime_env": {"env_vars": env}}
+        gpus = self.policy_gpus if role == "policy" else self.critic_gpus
+        options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": env}}
+        if self.pairs is None:
+            return options
+        pair = PlacementGroupSchedulingStrategy(self.pairs, placement_group_bundle_index=rank)
+        return {**options, "scheduling_strategy": pair}
 
 
 @contextmanager
@@ -51,7 +68,8 @@ def cluster(config: Config) -> Iterator[Cluster]:
     )
     try:
         _link_logs(Path(config.trainer.output_dir))
-        yield place(config, int(ray.cluster_resources().get("GPU", 0)))
+        placed = place(config, int(ray.cluster_resources().get("GPU", 0)))
+        yield replace(placed, pairs=_reserve_pairs(config, placed))
     finally:
         ray.shutdown()
 
@@ -68,16 +86,30 @@ def place(config: Config, num_gpus: int) -> Cluster:
     found = min(num_gpus, config.cluster.num_gpus or num_gpus)
     ranks = config.policy.parallel.world_size
     engines = config.engine_ranks
-    if found >= ranks + engines:
-        return Cluster("cuda", 1, config.rollout.tensor_parallel)
-    if found == ranks == engines == 1:
-        return Cluster("cuda", 0.5, 0.5)
+    has_critic = needs_critic(config.algorithm)
+    paired = has_critic and config.critic.placement == "shared"
+    own = ranks if has_critic and not paired else 0
+    if found >= ranks + own + engines:
+        policy, critic = (HALF, HALF) if paired else (1, int(has_critic))
+        return Cluster("cuda", policy, config.rollout.tensor_parallel, critic)
+    if found == ranks == engines == 1 and not own:
+        return Cluster("cuda", THIRD, THIRD, THIRD) if paired else Cluster("cuda", HALF, HALF)
+    critics = f"{own} for the critic (critic.placement=shared needs none), " if own else ""
     raise ValueError(
-        f"the run needs {ranks} GPUs for the policy and {engines} for "
+        f"the run needs {ranks} GPUs for the policy, {critics}and {engines} for "
         f"{config.rollout.num_engines} engines of {config.rollout.tensor_parallel}: expected "
-        f"{ranks + engines}, or one that one rank and one engine share; found {found}. Lower "
+        f"{ranks + own + engines}, or one that one rank and one engine share; found {found}. Lower "
         "policy.parallel or rollout.num_engines"
     )
+
+
+def _reserve_pairs(config: Config, placed: Cluster) -> PlacementGroup | None:
+    """A GPU each for as many pairs of a policy and a critic rank as there are, if they pair up."""
+    if placed.critic_gpus != HALF:
+        return None
+    pairs = ray.util.placement_group([{"GPU": 1}] * config.policy.parallel.world_size)
+    ray.get(pairs.ready(), timeout=config.cluster.start_timeout_s)
+    return pairs
 
 
 def _link_logs(run_dir: Path) -> None:

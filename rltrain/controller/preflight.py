@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rltrain.config import Config
+from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.files import NAME as CONFIG_FILE
 from rltrain.config.model import ModelConfig, TinyModel
 from rltrain.config.policy import PolicyConfig
@@ -44,6 +45,7 @@ def preflight(config: Config) -> None:
     check_data(config)
     if config.algorithm.type == "rl":
         check_lengths(config, model)
+        check_algorithm(config.algorithm)
         check_replay(config, model)
         name, version = check_engine()
         if config.routing_replay.capture:
@@ -125,6 +127,21 @@ def check_lengths(config: Config, model: Sizes) -> None:
             f"data.max_prompt_tokens={prompt} and rollout.max_response_tokens={response}: expected "
             f"together at most the {model.max_positions} positions of the model in "
             f"{config.model.path}"
+        )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """There are such an advantage and such a loss, and they have what they need."""
+    # These need torch, which takes seconds: imported here, and called after what is quick.
+    from rltrain.algorithms.advantages import find_advantage
+    from rltrain.algorithms.losses import find_loss
+
+    find_loss(algorithm.loss)
+    if find_advantage(algorithm.advantage).compares and algorithm.group_size < 2:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} compares the responses to a prompt, and "
+            f"algorithm.group_size={algorithm.group_size} gives it nothing to compare one with: "
+            "use 2 or more"
         )
 
 
@@ -218,36 +235,44 @@ def count_gpus() -> int:
 
 
 def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
-    """On GPUs every policy and engine rank has its own; one rank and one engine may share one.
+    """On GPUs every policy and engine rank has its own, and a critic rank its own or its policy
+    rank's; one rank and one engine may share one.
 
-    On a CPU at most ``RANKS_PER_CORE`` ranks a core, policy and engines together.
+    On a CPU at most ``RANKS_PER_CORE`` ranks a core, all together.
     """
+    # It needs torch, which takes seconds.
+    from rltrain.algorithms.advantages import needs_critic
+
     layout = config.policy.parallel
     policy = layout.world_size
     engines = config.engine_ranks
+    critic = policy if needs_critic(config.algorithm) else 0
     sums = (
-        f"tp*pp*cp*dp = {layout.tp}*{layout.pp}*{layout.cp}*{layout.dp} = {policy} policy ranks "
-        f"and num_engines*tensor_parallel = {engines} engine ranks"
+        f"tp*pp*cp*dp = {layout.tp}*{layout.pp}*{layout.cp}*{layout.dp} = {policy} policy ranks, "
+        + f"as many critic ranks (critic.placement={config.critic.placement}) " * (critic > 0)
+        + f"and num_engines*tensor_parallel = {engines} engine ranks"
     )
-    if device == "cpu" and policy + engines > RANKS_PER_CORE * cores:
+    if device == "cpu" and policy + critic + engines > RANKS_PER_CORE * cores:
         raise ValueError(
             f"expected at most {RANKS_PER_CORE} ranks a core, {RANKS_PER_CORE * cores} on {cores} "
-            f"cores, found {policy + engines}: {sums}. Lower policy.parallel.* or "
+            f"cores, found {policy + critic + engines}: {sums}. Lower policy.parallel.* or "
             "rollout.num_engines"
         )
     if device == "cpu":
         return
+    own = critic if config.critic.placement == "own" else 0
     usable = gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
     if usable > gpus or gpus == 0:
         raise ValueError(
             f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
         )
-    if policy + engines > usable and not policy == engines == usable == 1:
+    needed = policy + own + engines
+    if needed > usable and not (policy == engines == usable == 1 and own == 0):
         raise ValueError(
-            f"expected a GPU for each rank, {policy + engines} in all, found {usable}: {sums}. "
-            "(One policy rank and one engine may share one GPU.) Lower policy.parallel.* or "
-            "rollout.num_engines"
+            f"expected a GPU for each rank, {needed} in all, found {usable}: {sums}. "
+            "(One policy rank and one engine may share one GPU, and every policy rank one with "
+            "its critic rank.) Lower policy.parallel.* or rollout.num_engines"
         )
 
 

@@ -5,11 +5,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.advantages import group_advantages, over_tokens
+from rltrain.algorithms.advantages import find_advantage
+from rltrain.algorithms.advantages.inputs import AdvantageInputs
+from rltrain.algorithms.correction import correct
+from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
-from rltrain.config.algorithm import AlgorithmConfig
+from rltrain.config import Config
+from rltrain.config.algorithm import AlgorithmConfig, CorrectionConfig, OverlongConfig
 from rltrain.config.routing import RoutingReplayConfig
+from rltrain.data.packing import mini_batch_sizes
 from rltrain.policy.types import NO_FLIP, Agreement, Updated
 from rltrain.routing.fallback import batch_share, check_budget, missing_rows, surviving_tokens
 
@@ -59,30 +64,98 @@ def with_fallback(
     return batch.with_fields(loss_mask=loss_mask & survives), metrics
 
 
-def with_advantages(batch: Batch, algorithm: AlgorithmConfig, mini_batches: int) -> Batch:
-    """Fill ``advantages`` and ``loss_weights``, whose denominator is each mini-batch's own."""
-    rewards, group_ids, loss_mask = batch.require("rewards", "group_ids", "loss_mask")
-    scored = rewards.isfinite()
-    per_sequence = torch.zeros(batch.num_sequences)
-    per_sequence[scored] = group_advantages(
-        rewards[scored], group_ids[scored], normalize_by_std=algorithm.normalize_by_std
-    )
-    parts = zip(
-        loss_mask.split(_mini_batch_tokens(batch, mini_batches)),
-        batch.seq_lens.chunk(mini_batches),
-        strict=True,
-    )
-    return batch.with_fields(
-        advantages=over_tokens(per_sequence, batch.seq_lens, loss_mask),
-        loss_weights=torch.cat(
-            [loss_weights(mask, lens, algorithm.aggregation) for mask, lens in parts]
-        ),
-    )
+def with_correction(batch: Batch, correction: CorrectionConfig) -> tuple[Batch, dict[str, float]]:
+    """Weigh, or take out of ``loss_mask``, what trainer and engine disagree about."""
+    if not correction.active:
+        return batch, {}
+    old, rollout, mask = batch.require("old_logprobs", "rollout_logprobs", "loss_mask")
+    found = correct(old, rollout, mask, batch.seq_lens, correction)
+    batch = batch.with_fields(loss_mask=found.mask, correction_weights=found.weights)
+    return batch, found.metrics
 
 
-def _mini_batch_tokens(batch: Batch, mini_batches: int) -> list[int]:
-    assert batch.num_sequences % mini_batches == 0
-    return [int(lens.sum()) for lens in batch.seq_lens.chunk(mini_batches)]
+def with_token_rewards(
+    batch: Batch, algorithm: AlgorithmConfig, max_response_tokens: int, kl_coef: float
+) -> tuple[Batch, dict[str, float]]:
+    """Fill ``token_rewards``: the reward less the overlong penalty at a response's last token, and
+    where KL is part of the reward, less that at every token."""
+    (rewards,) = batch.require("rewards")
+    lengths = per_sequence_sum(batch.response_mask.double(), batch.seq_lens)
+    shaped = rewards - overlong_penalty(lengths, algorithm.overlong, max_response_tokens)
+    sequence = torch.arange(batch.num_sequences).repeat_interleave(batch.seq_lens)
+    position = torch.where(batch.response_mask, torch.arange(batch.num_tokens), -1)
+    last = torch.full_like(batch.seq_lens, -1).scatter_reduce(0, sequence, position, "amax")
+    token_rewards = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    token_rewards[last[last >= 0]] = shaped[last >= 0]
+    if batch.ref_logprobs is not None and algorithm.kl.where == "reward":
+        old, ref = batch.require("old_logprobs", "ref_logprobs")
+        kl = kl_estimate(old.double(), ref.double(), algorithm.kl.estimator)
+        token_rewards -= torch.where(batch.response_mask, kl_coef * kl, 0.0)
+    metrics = {}
+    if algorithm.overlong.buffer_tokens:
+        metrics["reward/shaped_mean"] = float(shaped[shaped.isfinite()].mean())
+    return batch.with_fields(token_rewards=token_rewards), metrics
+
+
+def overlong_penalty(lengths: Tensor, overlong: OverlongConfig, limit: int) -> Tensor:
+    """0 up to ``limit - buffer_tokens`` response tokens, then linear to ``penalty`` at ``limit``
+    (DAPO, arXiv:2503.14476, equation 13, negated).  # [B] -> [B]"""
+    if overlong.buffer_tokens == 0:
+        return torch.zeros_like(lengths)
+    over = lengths - (limit - overlong.buffer_tokens)
+    return overlong.penalty * (over / overlong.buffer_tokens).clamp(0, 1)
+
+
+def with_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, float]]:
+    """Fill ``advantages``, ``returns`` where values are learned, and ``loss_weights``, whose
+    denominator is each mini-batch's own."""
+    algorithm = config.algorithm
+    rewards, token_rewards, loss_mask = batch.require("rewards", "token_rewards", "loss_mask")
+    (group_ids,) = batch.require("group_ids")
+    scored = rewards.isfinite().repeat_interleave(batch.seq_lens) & batch.response_mask
+    found = find_advantage(algorithm.advantage).estimate(
+        AdvantageInputs(
+            rewards=rewards,
+            token_rewards=token_rewards,
+            seq_lens=batch.seq_lens,
+            group_ids=group_ids,
+            mask=scored,
+            values=batch.values,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+        )
+    )
+    if algorithm.overlong.mask:
+        (truncated,) = batch.require("truncated")
+        loss_mask = loss_mask & ~truncated.repeat_interleave(batch.seq_lens)
+    sizes = mini_batch_sizes(batch.num_sequences, config.trainer.mini_batches)
+    lens = batch.seq_lens.split(sizes)
+    limit = config.rollout.max_response_tokens
+    weights = [
+        loss_weights(mask, part, algorithm.aggregation, limit)
+        for mask, part in zip(
+            loss_mask.split([int(part.sum()) for part in lens]), lens, strict=True
+        )
+    ]
+    batch = batch.with_fields(
+        advantages=found.advantages,
+        returns=found.returns,
+        loss_mask=loss_mask,
+        loss_weights=torch.cat(weights),
+    )
+    return batch, advantage_metrics(found.advantages[loss_mask])
+
+
+def advantage_metrics(advantages: Tensor) -> dict[str, float]:
+    """Of the tokens in the loss; nothing where there are none."""
+    if not len(advantages):
+        return {}
+    return {
+        "advantage/mean": float(advantages.mean()),
+        "advantage/std": float(advantages.std(unbiased=False)),
+        "advantage/min": float(advantages.min()),
+        "advantage/max": float(advantages.max()),
+    }
 
 
 def reward_metrics(batch: Batch, num_timeouts: int) -> dict[str, float]:
@@ -107,14 +180,15 @@ def _share(groups: Sequence[Tensor], holds: Callable[[Tensor], bool]) -> float:
     return sum(map(holds, groups)) / len(groups)
 
 
-def rollout_metrics(batch: Batch, num_truncated: int) -> dict[str, float]:
+def rollout_metrics(batch: Batch) -> dict[str, float]:
     lengths = per_sequence_sum(batch.response_mask.float(), batch.seq_lens)
     metrics = {
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated_fraction": num_truncated / batch.num_sequences,
         "rollout/num_tokens": float(batch.num_tokens),
     }
+    if batch.truncated is not None:
+        metrics["rollout/truncated_fraction"] = float(batch.truncated.float().mean())
     if batch.weight_version is not None:
         metrics["rollout/weight_version"] = float(batch.weight_version.min())
     if isinstance(batch.rollout_expert_indices, tuple):
@@ -185,20 +259,40 @@ def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, f
     }
 
 
-def update_metrics(updates: Sequence[Updated]) -> dict[str, float]:
-    """Means over the loss tokens of all updates of a step."""
+def update_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, float]:
+    """Means over the loss tokens of all updates of a step.
+
+    What a loss of one's own measures is ``own/NAME``.
+    """
+    skipped = {"policy/skipped_updates": float(mini_batches - len(updates))}
+    if not updates:
+        return skipped
 
     def mean(name: str) -> float:
         return sum(u.totals[name] for u in updates) / max(
             1.0, sum(u.totals["tokens"] for u in updates)
         )
 
-    names = {"policy/ratio_mean": "ratio", "policy/clip_fraction": "clipped", "policy/kl": "kl"}
+    names = {"policy/ratio_mean": "ratio", "policy/kl": "kl"}
     names |= {"policy/entropy": "entropy", "policy/ref_kl": "ref_kl"}
-    return {
+    totals = updates[0].totals
+    stats = [name.removeprefix("stat/") for name in totals if name.startswith("stat/")]
+    names |= {f"{'policy' if s in STATS else 'own'}/{s}": f"stat/{s}" for s in stats}
+    metrics = {
         "policy/loss": sum(u.totals["loss"] for u in updates) / len(updates),
-        **{metric: mean(name) for metric, name in names.items() if name in updates[0].totals},
+        "policy/policy_loss": sum(u.totals["policy_loss"] for u in updates) / len(updates),
+        **{metric: mean(name) for metric, name in names.items() if name in totals},
         "policy/ratio_max": max(u.maxima["ratio_max"] for u in updates),
+        "policy/ratio_min": -max(u.maxima["ratio_min"] for u in updates),
+        "policy/entropy_max": max(u.maxima["entropy_max"] for u in updates),
         "policy/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "policy/lr": updates[-1].lr,
     }
+    if {"clip_fraction_low", "clip_fraction_high"} <= set(stats):
+        sides = metrics["policy/clip_fraction_low"], metrics["policy/clip_fraction_high"]
+        metrics["policy/clip_fraction"] = sum(sides)
+    return metrics | skipped
+
+
+STATS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
+"""What the losses of `rltrain.algorithms.losses` measure."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from rltrain.algorithms.reduce import Aggregation, loss_weights
+from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.data import DataConfig
@@ -42,7 +42,7 @@ def run(config: Config) -> None:
             versions,
             num_steps=config.trainer.steps,
         ) as tracker:
-            policy = PolicyGroup(config, str(path), placed.device, placed.policy_options)
+            policy = PolicyGroup(config, str(path), placed)
             fit(config, policy, problems, tokenizer, tracker)
             policy.call("export", str(run_dir / "model"), "float32")
     logger.info("model: %s", run_dir / "model")
@@ -59,7 +59,7 @@ def fit(
     loader = PromptLoader(problems, config.trainer.prompts_per_step, config.trainer.seed)
     for step in range(1, config.trainer.steps + 1):
         timer = StepTimer()
-        batch = supervised_batch(next(loader), tokenizer, config.algorithm.aggregation)
+        batch = supervised_batch(next(loader), tokenizer, config)
         with timer.phase("update"):
             policy.begin_step(batch)
             update = policy.update({}, routing="native")[0]
@@ -79,9 +79,7 @@ def fit(
             )
 
 
-def supervised_batch(
-    problems: Sequence[Problem], tokenizer: Tokenizer, aggregation: Aggregation
-) -> Batch:
+def supervised_batch(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config) -> Batch:
     """Prompts and their answers, the answer's tokens and its end-of-sequence in the loss."""
     responses = [encode_response(str(p.answer), tokenizer) for p in problems]
     pairs = list(zip(problems, responses, strict=True))
@@ -93,7 +91,12 @@ def supervised_batch(
         seq_lens=seq_lens,
         response_mask=response_mask,
         loss_mask=response_mask,
-        loss_weights=loss_weights(response_mask, seq_lens, aggregation),
+        loss_weights=loss_weights(
+            response_mask,
+            seq_lens,
+            config.algorithm.aggregation,
+            config.rollout.max_response_tokens,
+        ),
     )
 
 
@@ -112,7 +115,7 @@ def warm_started_model(config: Config, placed: Cluster) -> Path:
     problems = load_problems(DataConfig(), tokenizer, warm.num_problems).warm_start
     fitting = warm_start_config(config)
     logger.info("warm start: %d supervised steps on %d problems", warm.steps, len(problems))
-    policy = PolicyGroup(fitting, str(random_path), placed.device, placed.policy_options)
+    policy = PolicyGroup(fitting, str(random_path), placed)
     try:
         fit(fitting, policy, problems, tokenizer)
         save_atomically(

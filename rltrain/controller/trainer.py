@@ -1,38 +1,27 @@
 """The loop: generate, reward, score, update, sync."""
 
-import json
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from transformers import AutoTokenizer
-
+from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import checkpoint, stages
-from rltrain.controller.cluster import cluster
-from rltrain.controller.engines import engine_spec, start_engines
-from rltrain.controller.evaluation import Evaluator, judge
+from rltrain.controller.evaluation import Evaluator
+from rltrain.controller.invariants import FirstStep, block, check_first_step
 from rltrain.controller.policy_group import PolicyGroup
-from rltrain.controller.supervised import warm_started_model
+from rltrain.controller.sampling import Sampler
 from rltrain.controller.weight_sync import check_weight_sync, sync_weights
-from rltrain.data.loader import PromptLoader
-from rltrain.data.problems import load_problems
-from rltrain.data.tiny_model import build_random_model
-from rltrain.environments.pool import RewardPool
-from rltrain.policy.types import Scored
-from rltrain.rollout.generator import Generator, make_requests
+from rltrain.policy.types import Scored, Updated
 from rltrain.rollout.launch import EngineSpec
-from rltrain.tracking.environment import describe_environment, resident_gib
+from rltrain.tracking.environment import resident_gib
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.engine_fp8 import check_blocks
-from rltrain.weights.families import read_architecture
 
 logger = logging.getLogger(__name__)
 
@@ -46,52 +35,57 @@ UPDATE_ROUTING: dict[str, Literal["native", "rollout", "recorded"]] = {
 
 @dataclass
 class Trainer:
-    """GRPO (arXiv:2402.03300, algorithm 1) with routing replay (arXiv:2510.11370)."""
+    """GRPO (arXiv:2402.03300, algorithm 1) and its kin with routing replay (arXiv:2510.11370)."""
 
     config: Config
     arch: Architecture
-    prompts: PromptLoader
-    generator: Generator
-    pool: RewardPool
+    sampler: Sampler
     policy: PolicyGroup
     spec: EngineSpec
     evaluator: Evaluator = field(init=False)
     tracker: Tracker = field(init=False)
+    kl_coef: float = field(init=False)
+    resumed_after: int = field(init=False)  # the step, 0 in a fresh run
+    synced_after: int = field(init=False)  # the step whose weights the engines have
+
+    def __post_init__(self) -> None:
+        self.kl_coef = self.config.algorithm.kl.coef
 
     def train(self, done: int) -> None:
         """Go on after step ``done``, 0 for a fresh run."""
-        self.sync_weights()
+        self.resumed_after = done
+        self.sync_weights(done)
         if done == 0 and self.config.trainer.eval_every:
             self.tracker.log(0, self.evaluator.evaluate(0))
         for step in range(done + 1, self.config.trainer.steps + 1):
             self.step(step)
 
     def step(self, step: int) -> None:
-        timer, metrics = StepTimer(), dict[str, float]()
-        with timer.phase("generate"):
-            problems = next(self.prompts)
-            batch, rollouts = self.generator.generate(problems, step)
-        with timer.phase("reward"):
-            batch = self.reward(batch, problems, rollouts, step, metrics)
-            batch = self.fall_back(batch, problems, step, metrics)
+        timer = StepTimer()
+        sampled, metrics = self.sampler.sample(step, timer)
+        metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
+        batch, found = self.fall_back(sampled.batch, sampled.names)
+        metrics |= found
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
             metrics |= self.compare_with_native(batch, scored)
-        if self.config.algorithm.kl_coef > 0:
+        if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
                 batch = self.score_reference(batch)
         with timer.phase("advantages"):
-            batch = stages.with_advantages(
-                batch, self.config.algorithm, self.config.trainer.mini_batches
-            )
+            batch, found = self.weigh(batch)
+            metrics |= found
         with timer.phase("update"):
-            metrics |= stages.update_metrics(self.update(batch))
+            updates = self.update(batch)
+            metrics |= stages.update_metrics(updates, self.config.trainer.mini_batches)
             if self.arch.moe_layers:
                 metrics["routing/padded_fraction"] = self.policy.padded_fraction
-        with timer.phase("weight_sync"):
-            self.sync_weights()
+        metrics |= self.adapt_reference(step, batch, metrics)
+        if step % self.config.trainer.sync_every == 0:
+            with timer.phase("weight_sync"):
+                self.sync_weights(step)
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
                 metrics |= self.evaluator.evaluate(step)
@@ -99,39 +93,16 @@ class Trainer:
             with timer.phase("checkpoint"):
                 self.save(step)
         self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
+        if step == self.resumed_after + 1:
+            self.check_invariants(step, batch, updates, metrics)
 
     # The stages
 
-    def reward(
-        self,
-        batch: Batch,
-        problems: Sequence[Any],
-        rollouts: Sequence[Any],
-        step: int,
-        metrics: dict[str, float],
-    ) -> Batch:
-        """Judge every response; one whose reward failed leaves the loss."""
-        judged = judge(self.pool, self.evaluator.tokenizer, problems, rollouts)
-        shuffle = self.config.data.reward.shuffle
-        batch = stages.with_rewards(
-            batch, [j.value for j in judged], shuffle_seed=step if shuffle else None
-        )
-        metrics |= stages.reward_metrics(batch, sum(j.status == "timeout" for j in judged))
-        metrics |= stages.rollout_metrics(batch, sum(r.finish_reason == "length" for r in rollouts))
-        return batch
-
-    def fall_back(
-        self, batch: Batch, problems: Sequence[Any], step: int, metrics: dict[str, float]
-    ) -> Batch:
+    def fall_back(self, batch: Batch, names: Sequence[str]) -> tuple[Batch, dict[str, float]]:
         """Where routes are replayed: missing ones cost loss tokens, or end the run."""
         if self.config.routing_replay.mode != "r3":
-            return batch
-        group_size, seed = self.config.algorithm.group_size, self.config.trainer.seed
-        groups = make_requests(problems, group_size, seed, step)
-        samples = [str(request) for group in groups for request in group]
-        batch, found = stages.with_fallback(batch, self.config.routing_replay, samples)
-        metrics |= found
-        return batch
+            return batch, {}
+        return stages.with_fallback(batch, self.config.routing_replay, names)
 
     def score(self, batch: Batch, step: int) -> tuple[Batch, Scored | None]:
         """Old log-probabilities: R3 replays the rollout's routes here, R2 records its own.
@@ -158,7 +129,7 @@ class Trainer:
         if scored is None:
             return {}
         assert batch.rollout_logprobs is not None
-        compared = batch.rollout_logprobs, batch.response_mask
+        compared = batch.rollout_logprobs, batch.response_mask, batch.seq_lens
         if scored.agreement is None:
             return mismatch_metrics(scored.logprobs, *compared)
         native = scored
@@ -184,92 +155,121 @@ class Trainer:
         return batch.rollout_expert_indices is not None and (step - 1) % every == 0
 
     def score_reference(self, batch: Batch) -> Batch:
-        replay = self.config.routing_replay.reference == "replay"
-        scored = self.policy.score(routing="rollout" if replay else "native", of="reference")
+        """By default natively; ``routing_replay.reference=replay`` uses the policy's routes."""
+        native = self.config.routing_replay.reference == "native"
+        routing = "native" if native else UPDATE_ROUTING[self.config.routing_replay.mode]
+        scored = self.policy.score(routing=routing, of="reference")
         return batch.with_fields(ref_logprobs=scored.logprobs)
 
-    def update(self, batch: Batch) -> Any:
+    def pair_reference(self, batch: Batch) -> Batch | None:
+        """``batch`` with a reference that was scored as the policy was: a fresh run's is the same
+        model. None where the policy was not scored at all."""
+        algorithm, replay = self.config.algorithm, self.config.routing_replay
+        if algorithm.kl.coef == 0 or algorithm.bypass_old_logprobs or self.resumed_after:
+            return None
+        if replay.mode != "r3" or replay.reference == "replay":
+            return batch
+        scored = self.policy.score(routing="rollout", of="reference")
+        return batch.with_fields(ref_logprobs=scored.logprobs)
+
+    def weigh(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """What every token's log-probability is to be moved by, and what it counts."""
+        algorithm = self.config.algorithm
+        batch, corrected = stages.with_correction(batch, algorithm.correction)
+        limit = self.config.rollout.max_response_tokens
+        batch, shaped = stages.with_token_rewards(batch, algorithm, limit, self.kl_coef)
+        batch, advantages = stages.with_advantages(batch, self.config)
+        return batch, corrected | shaped | advantages
+
+    def update(self, batch: Batch) -> list[Updated]:
         names = ["old_logprobs", "advantages", "loss_weights"]
-        names += ["ref_logprobs"] if batch.ref_logprobs is not None else []
+        given = ("ref_logprobs", "correction_weights")
+        names += [name for name in given if getattr(batch, name) is not None]
         fields = dict(zip(names, batch.require(*names), strict=True))
-        return self.policy.update(fields, routing=UPDATE_ROUTING[self.config.routing_replay.mode])
+        routing = UPDATE_ROUTING[self.config.routing_replay.mode]
+        return self.policy.update(fields, routing=routing, kl_coef=self.kl_coef)
+
+    def adapt_reference(
+        self, step: int, batch: Batch, metrics: dict[str, float]
+    ) -> dict[str, float]:
+        """The KL's coefficient of the next step, and its reference."""
+        kl = self.config.algorithm.kl
+        if kl.coef == 0:
+            return {}
+        used = self.kl_coef
+        if kl.target is not None and "policy/ref_kl" in metrics:
+            self.kl_coef = adapted_coef(
+                used,
+                metrics["policy/ref_kl"],
+                batch.num_sequences,
+                target=kl.target,
+                horizon=kl.horizon,
+            )
+        if kl.refresh_every and step % kl.refresh_every == 0:
+            self.policy.call("refresh_reference")
+        return {"policy/kl_coef": used}
+
+    def check_invariants(
+        self, step: int, batch: Batch, updates: Sequence[Updated], metrics: dict[str, float]
+    ) -> None:
+        """Print what must hold in a first step, and end the run unless it does.
+
+        Raises:
+            RuntimeError: naming what failed, where ``trainer.invariants=stop``.
+        """
+        params = self.config.policy.precision.params
+        auto: Literal["fp32", "bf16"] = "fp32" if self.spec.device == "cpu" else "bf16"
+        first = FirstStep(
+            batch=batch,
+            updates=updates,
+            metrics=metrics,
+            is_fresh=self.resumed_after == 0,
+            paired=self.pair_reference(batch),
+            native_losses=self.policy.call("native_losses")[0],
+            precision=auto if params == "auto" else params,
+            vocab_size=self.arch.vocab_size,
+            has_experts=bool(self.arch.moe_layers),
+        )
+        checks = check_first_step(first, self.config)
+        logger.info("%s", block(checks, step))
+        self.tracker.invariants(step, [asdict(check) for check in checks])
+        failed = [check.name for check in checks if check.state == "fail"]
+        if failed and self.config.trainer.invariants == "stop":
+            raise RuntimeError(
+                f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}"
+                f"\n{block(checks, step)}\nThe trainer and its engine do not compute the same "
+                "policy. Look there first; trainer.invariants=warn goes on regardless"
+            )
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
         return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
 
     def save(self, step: int) -> None:
-        state = {"prompts": self.prompts.state_dict()}
-        checkpoint.save(self.run_dir, step, self.policy, state, self.config.checkpoint.keep)
+        state = {"prompts": self.sampler.prompts.state_dict(), "kl_coef": self.kl_coef}
+        checkpoint.save(self.run_dir, step, [self.policy], state, self.config.checkpoint.keep)
 
     def resume(self) -> int:
         """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
         found = checkpoint.checkpoints(self.run_dir)
         if self.config.trainer.resume == "never" or not found:
             return 0
-        state = checkpoint.restore(found[-1], self.run_dir, self.policy, self.config.checkpoint)
-        self.prompts.load_state_dict(state["prompts"])
+        state = checkpoint.restore(found[-1], self.run_dir, [self.policy], self.config.checkpoint)
+        self.sampler.prompts.load_state_dict(state["prompts"])
+        self.kl_coef = state["kl_coef"]
         return int(state["step"])
 
     @property
     def run_dir(self) -> Path:
         return Path(self.config.trainer.output_dir)
 
-    def sync_weights(self) -> None:
-        engines, limit = self.generator.engines, self.config.cluster.call_timeout_s
+    def sync_weights(self, step: int) -> None:
+        """Bring the weights after ``step`` into the engines."""
+        self.synced_after = step
+        engines, limit = self.sampler.generator.engines, self.config.cluster.call_timeout_s
         sync_weights(self.policy, engines, self.config.rollout.dtype, limit)
         if self.config.trainer.check_weight_sync:
             check_weight_sync(self.policy, engines, self.spec, limit)
-
-
-def run(config: Config) -> None:
-    """Start everything a run needs, train, and leave a report whatever happens."""
-    with ExitStack() as stack:
-        # Bad data ends the run here, before anything that takes long.
-        given = Path(config.model.path) if config.model.path else None
-        tokenizer = AutoTokenizer.from_pretrained(
-            given or build_random_model(config.model),
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
-        if config.rollout.quantization == "fp8":
-            arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
-            check_blocks(arch, config.rollout.tensor_parallel)
-        placed = stack.enter_context(cluster(config))
-        path = given or warm_started_model(config, placed)
-        arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
-        # The engines load while the policy workers do.
-        spec = engine_spec(config, path, arch, placed)
-        engines, wait_until_ready = start_engines(config, spec, placed)
-        policy = PolicyGroup(config, str(path), placed.device, placed.policy_options)
-        pool = stack.enter_context(RewardPool(config.data.reward))
-        generator = Generator(engines, config)
-        trainer = Trainer(
-            config=config,
-            arch=arch,
-            prompts=PromptLoader(
-                problems.train, config.trainer.prompts_per_step, config.trainer.seed
-            ),
-            generator=generator,
-            pool=pool,
-            policy=policy,
-            spec=spec,
-        )
-        done = trainer.resume()
-        versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
-        tracker = Tracker(
-            Path(config.trainer.output_dir),
-            config.tracking,
-            config.model_dump(mode="json"),
-            versions,
-            num_steps=config.trainer.steps,
-            first_step=done + 1 if done else 0,
-        )
-        trainer.tracker = stack.enter_context(tracker)
-        trainer.evaluator = Evaluator(
-            config, problems.held_out, generator, pool, tokenizer, tracker
-        )
-        trainer.train(done)
 
 
 def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:

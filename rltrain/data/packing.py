@@ -27,7 +27,7 @@ class StepPlan:
 def plan_step(
     seq_lens: Sequence[int], mini_batches: int, dp_size: int, max_tokens: int, multiple_of: int = 1
 ) -> StepPlan:
-    """Cut a step into equal mini-batches of sequences, in order, and those into micro-batches.
+    """Cut a step into mini-batches of sequences, in order, and those into micro-batches.
 
     A sequence stays on one rank for the step: routes recorded in its log-probability pass need no
     journey to be replayed in its update.
@@ -36,16 +36,12 @@ def plan_step(
         multiple_of: what an interleaved pipeline schedule needs micro-batch counts to divide by
 
     Raises:
-        ValueError: a sequence alone is over budget, or the mini-batches are not equal.
+        ValueError: a sequence alone is over budget.
     """
-    size, rest = divmod(len(seq_lens), mini_batches)
-    if rest:
-        raise ValueError(
-            f"{len(seq_lens)} sequences do not divide into {mini_batches} mini-batches"
-        )
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     updates = []
-    for start in range(0, len(seq_lens), size):
+    start = 0
+    for size in mini_batch_sizes(len(seq_lens), mini_batches):
         ranks = balance(seq_lens[start : start + size], dp_size)
         plan = pack(
             [[seq_lens[start + r] for r in rank] for rank in ranks], max_tokens, multiple_of
@@ -54,8 +50,15 @@ def plan_step(
         updates.append([[[held[d] + i for i in mb] for mb in cuts] for d, cuts in enumerate(plan)])
         for shard, rank in zip(shards, ranks, strict=True):
             shard.extend(start + r for r in rank)
+        start += size
     scoring = pack([[seq_lens[r] for r in shard] for shard in shards], max_tokens, multiple_of)
     return StepPlan(shards, scoring, updates)
+
+
+def mini_batch_sizes(num_sequences: int, mini_batches: int) -> list[int]:
+    """How many sequences each mini-batch has: equally many, or the first ones one more."""
+    size, rest = divmod(num_sequences, mini_batches)
+    return [size + (i < rest) for i in range(mini_batches)]
 
 
 def pack(seq_lens: Sequence[Sequence[int]], max_tokens: int, multiple_of: int = 1) -> Plan:

@@ -1,20 +1,32 @@
-"""The process of a policy worker. Imports Megatron only there, and only once it can be imported."""
+"""The process of a worker of policy or critic.
+
+Imports Megatron only there, and only once it can be imported.
+"""
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from rltrain.config import Config
 
+Role = Literal["policy", "critic"]
 
-class PolicyActor:
-    """The Ray actor: prepares its process, then hands every call to a `PolicyWorker`.
+
+class ModelActor:
+    """The Ray actor: prepares its process, then hands every call to its worker.
 
     Create it, then call ``start``: an error in an actor's constructor reaches nobody as it was.
     """
 
     def __init__(
-        self, config: Config, rank: int, init_method: str, model_path: str, device: str
+        self,
+        role: Role,
+        config: Config,
+        rank: int,
+        init_method: str,
+        model_path: str,
+        device: str,
     ) -> None:
+        self._role = role
         self._arguments = config, rank, init_method, model_path, device
 
     def start(self) -> None:
@@ -25,16 +37,19 @@ class PolicyActor:
 
         config, rank, init_method, model_path, device = self._arguments
         if device == "cpu":
+            # Policy and critic take turns, so each may have all cores.
             shared = max(1, len(os.sched_getaffinity(0)) // config.policy.parallel.world_size)
             torch.set_num_threads(config.policy.threads or shared)
             apply_cpu()
         apply_fixes()
         torch.manual_seed(config.trainer.seed)
+        from rltrain.policy.critic import CriticWorker
         from rltrain.policy.worker import PolicyWorker
 
+        worker = {"policy": PolicyWorker, "critic": CriticWorker}[self._role]
         # Ray shows a process the GPU it was given and no other.
         own = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        self._worker = PolicyWorker(config, rank, init_method, model_path, own)
+        self._worker = worker(config, rank, init_method, model_path, own)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._worker, method)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The policy's parameters and optimizer state in Megatron's distributed format.
+"""A model's parameters and optimizer state in Megatron's distributed format.
 
 ``fully_reshardable``: what one layout saved another one loads. The format holds pickles, so what is
 opened here must have been trusted first (`rltrain.controller.checkpoint`).
@@ -15,6 +15,9 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.optimizer import LearningRate
+from rltrain.policy.value_head import ValueHead
+
+_HEAD = "output_layer.weight"
 
 
 def save(
@@ -48,15 +51,41 @@ def load(
     learning_rate.update = state["updates"]
 
 
+def save_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
+    """Write the parameters alone into the empty folder ``folder``. Collective."""
+    dist_checkpointing.save(
+        _model_states(_bare(chunks), mesh), folder, content_metadata=content_metadata(mesh)
+    )
+
+
 def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
-    """Read the parameters alone, of what `save` wrote or ``rltrain import`` did. Collective.
+    """Read the parameters alone, of what `save`, `save_weights` or ``rltrain import`` wrote.
+    Collective.
 
     Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
-    Transformer Engine keeps besides is not read: a new model has its own.
+    Transformer Engine keeps besides is not read, nor a critic's head: a new model has its own.
     """
-    bare: list[Any] = [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+    bare, own = _bare(chunks), ("_extra_state",)
+    wanted = _model_states(bare, mesh)
+    for number, model in enumerate(bare):
+        if isinstance(getattr(model, "output_layer", None), ValueHead):
+            own = (*own, _HEAD)
+            del wanted[f"model{number}"][_HEAD]
+    state = dist_checkpointing.load(wanted, folder)
+    for number, model in enumerate(bare):
+        left = model.load_state_dict(state[f"model{number}"], strict=False)
+        assert all(name.endswith(own) for name in left.missing_keys), left
+        assert not left.unexpected_keys, left
+
+
+def _bare(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    return [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+
+
+def _model_states(bare: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
+    """The tensors of each chunk, without what Transformer Engine keeps besides."""
     metadata = sharded_metadata(mesh)
-    wanted = {
+    return {
         f"model{number}": {
             name: value
             for name, value in model.sharded_state_dict(metadata=metadata).items()
@@ -64,11 +93,6 @@ def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
         }
         for number, model in enumerate(bare)
     }
-    state = dist_checkpointing.load(wanted, folder)
-    for number, model in enumerate(bare):
-        left = model.load_state_dict(state[f"model{number}"], strict=False)
-        assert all(name.endswith("_extra_state") for name in left.missing_keys), left
-        assert not left.unexpected_keys, left
 
 
 def _sharded_state(

@@ -21,6 +21,7 @@ from rltrain.policy.mtp import frozen_mtp_block
 from rltrain.policy.rotary import set_rotary
 from rltrain.policy.torch_backend import TorchSpecProvider, torch_block_spec
 from rltrain.policy.transformer_options import transformer_config, uses_transformer_engine
+from rltrain.policy.value_head import ValueHead
 from rltrain.weights.architecture import Architecture
 
 if TYPE_CHECKING:  # it imports megatron-bridge, which few have
@@ -126,7 +127,11 @@ def _finish(
     _mark_sinks(model, config)
     if config.moe_enable_routing_replay:
         check_armed(decoder_routers(model), _route_layers(arch, policy, mesh, number))
-    if policy.precision.head == "fp32" and mesh.yields_logits(number):
+    if not mesh.yields_logits(number):
+        return
+    if arch.value_head:
+        model.output_layer = ValueHead(config)
+    elif policy.precision.head == "fp32":
         model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
 
 

@@ -1,4 +1,4 @@
-"""The passes a policy worker makes over its shard: score it, or update on it.
+"""The passes a worker makes over its shard: ask the model about it, or update on it.
 
 Both run Megatron's own ``forward_backward_func``, so any pipeline schedule it offers works, and
 both route through `rltrain.policy.replay`.
@@ -27,8 +27,8 @@ from rltrain.policy.replay import RouterRecord, RoutingTaps, tapped
 from rltrain.routing.codec import route_dtype
 from rltrain.weights.architecture import Architecture
 
-# One micro-batch's log-probabilities and entropy at its slots -> its share of the loss, its sums.
-Objective = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Sums]]
+# One micro-batch and `ModelOnMesh.outputs` at its slots -> its share of the loss, its sums.
+Objective = Callable[..., tuple[Tensor, Sums]]
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class ModelOnMesh:
     arch: Architecture
     mesh: Mesh
     policy: PolicyConfig
-    temperature: float
+    temperature: float = 1.0
 
     @cached_property
     def routers(self) -> list[dict[int, TopKRouter]]:
-        """By chunk: its routers, by layer."""
+        """By chunk: the routers that a pass taps, by layer."""
         return [decoder_routers(chunk) for chunk in self.chunks]
 
     @cached_property
@@ -66,6 +66,17 @@ class ModelOnMesh:
         """How often the backward pass reruns each router of a chunk, by layer."""
         reruns = router_reruns(self.policy, decoder_layers(self.chunks[chunk]))
         return {layer: reruns[layer] for layer in self.routers[chunk]}
+
+    def outputs(self, output: Tensor, target_ids: Tensor) -> tuple[Tensor, ...]:
+        """What the last chunk's output says of each slot, first of all what `infer` gathers.
+
+        Args:
+            target_ids: the token that each slot predicts  # [S]
+
+        Returns:
+            Log-probabilities and entropy.  # [S] each
+        """
+        return self.logprobs(output, target_ids)
 
     def logprobs(self, logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropy, as sampled from.  # [1, S, V / tp] -> [S], [S]"""
@@ -113,19 +124,32 @@ def score(
         replay: route by the shard's ``replay_expert_indices``
         record: also return what the routers did
     """
-    logprobs = torch.zeros(num_tokens)
     recorder = Recorder(model, num_tokens) if record else None
+    logprobs = infer(model, micro_batches, num_tokens, replay=replay, recorder=recorder)
+    return Scores(logprobs, recorder.gathered() if recorder is not None else None)
+
+
+def infer(
+    model: ModelOnMesh,
+    micro_batches: Sequence[MicroBatch],
+    num_tokens: int,
+    *,
+    replay: bool = False,
+    recorder: "Recorder | None" = None,
+) -> Tensor | None:
+    """The model's first output for every token of a shard, without gradients.
+
+    A token's is that of the slot before it: of the first token of a sequence it is 0. float32, on
+    the last pipeline stage.  # [N]
+    """
+    found = torch.zeros(num_tokens)
 
     def collect(mb: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
-        found, _ = model.logprobs(output, mb.target_ids)
-        mb.scatter(found, mb.layout.targets, logprobs)
+        mb.scatter(model.outputs(output, mb.target_ids)[0], mb.layout.targets, found)
 
     with torch.no_grad():
         _run(model, micro_batches, collect, replay=replay, recorder=recorder)
-    return Scores(
-        model.over_context(logprobs) if model.mesh.is_last_stage else None,
-        recorder.gathered() if recorder is not None else None,
-    )
+    return model.over_context(found) if model.mesh.is_last_stage else None
 
 
 def accumulate(
@@ -147,7 +171,7 @@ def accumulate(
     found: list[Sums] = []
 
     def loss(mb: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        value, sums = objective(mb, *model.logprobs(output, mb.target_ids))
+        value, sums = objective(mb, *model.outputs(output, mb.target_ids))
         found.append(sums)
         return value * undo, {}
 

@@ -6,104 +6,58 @@ object store, R2's from its own log-probability pass.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rltrain.algorithms.objective import Sums, grpo_objective, sft_objective
+from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy import checkpoint
 from rltrain.policy.agreement import agree
-from rltrain.policy.mesh import init_mesh
-from rltrain.policy.micro_batch import MicroBatch, cut
-from rltrain.policy.model import build_model
-from rltrain.policy.optimizer import build_optimizer, take_step
-from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, accumulate, score
+from rltrain.policy.guards import native_losses
+from rltrain.policy.learner import Learner
+from rltrain.policy.micro_batch import MicroBatch
+from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, score
 from rltrain.policy.routes import fetch_routes
+from rltrain.policy.sequences import sequence_mean
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.trace import check_refs, check_trace
-from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
-from rltrain.weights.load import load_huggingface
 from rltrain.weights.sender import full_tensors
-from rltrain.weights.stored import POLICY
 from rltrain.weights.transport import BucketWriter
 
-if TYPE_CHECKING:  # it imports megatron-bridge, which few have
-    from rltrain.policy.bridge import Bridge
 
-
-class PolicyWorker:
+class PolicyWorker(Learner):
     """One rank of the policy: its part of the model, the optimizer and a step's sequences."""
 
     def __init__(
         self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
     ) -> None:
-        self.config = config
-        self.device = device
-        self.model_path = model_path
-        self.arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
-        self.bridge = _bridge(model_path, self.arch)
-        self.mesh = init_mesh(
-            config.policy.parallel,
-            rank,
-            config.policy.parallel.world_size,
-            init_method,
-            device,
-            seed=config.trainer.seed,
-            timeout_s=config.cluster.call_timeout_s,
-        )
-        self.chunks = self._load(ddp=True)
-        self.optimizer, self.learning_rate = build_optimizer(
-            self.chunks,
-            config.optimizer,
-            config.policy.precision,
-            device,
-            total_updates=config.trainer.steps * config.trainer.mini_batches,
-        )
+        arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
+        super().__init__(config, arch, config.optimizer, rank, init_method, model_path, device)
         self.model = self._on_mesh(self.chunks)
         self.reference = (
-            self._on_mesh(self._load(ddp=False)) if config.algorithm.kl_coef > 0 else None
+            self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None
         )
-        self.shard: Batch | None = None
         self.recorded_routes: Tensor | None = None
-
-    def _load(self, *, ddp: bool) -> list[MegatronModule]:
-        chunks = build_model(
-            self.arch,
-            self.config.policy,
-            self.mesh,
-            device=self.device,
-            routing_replay=self.arch.num_experts > 0,
-            ddp=ddp,
-            freeze_router=self.config.optimizer.freeze_router,
-            bridge=self.bridge,
-        )
-        if (weights := self.config.model.weights) is not None:
-            folder = Path(weights).expanduser() / POLICY
-            checkpoint.load_weights(str(folder), chunks, self.mesh)
-        elif self.bridge is not None:
-            self.bridge.load(chunks)
-        else:
-            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
-        return chunks
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
         sampled = self.config.algorithm.type != "sft"
         temperature = self.config.rollout.temperature if sampled else 1.0
         return ModelOnMesh(chunks, self.arch, self.mesh, self.config.policy, temperature)
 
-    def place(self) -> dict[str, Any]:
-        """Which shard this rank needs, and what it runs on."""
-        return {"rank": self.mesh.rank, "dp_rank": self.mesh.dp_rank, "device": str(self.device)}
+    def native_losses(self) -> list[str]:
+        """Losses and bias updates of the routers that are on, as ``name=coefficient``."""
+        config = self.chunks[0].config
+        rate = config.moe_router_bias_update_rate
+        biased = [f"moe_router_bias_update_rate={rate}"] if rate else []
+        return [*native_losses(config), *biased]
 
     # One step's sequences
 
@@ -125,7 +79,7 @@ class PolicyWorker:
         self,
         plan: Plan,
         *,
-        routing: Literal["native", "rollout"],
+        routing: Literal["native", "rollout", "recorded"],
         measure: bool = False,
         record: bool = False,
         of: Literal["policy", "reference"] = "policy",
@@ -133,22 +87,21 @@ class PolicyWorker:
         """Log-probabilities of the shard.
 
         Args:
-            routing: ``rollout`` replays the rollout engine's routes (R3)
+            routing: ``rollout`` replays the rollout engine's routes (R3), ``recorded`` those that
+                an earlier call recorded
             measure: compare native routing with the rollout's
             record: keep the routes used for `update` to replay: all (R2), or those of rows without
                 a captured route (R3 that falls back on R2)
         """
-        shard = self._shard()
+        shard = self._replaying(self._shard(), routing)
         model = self.model if of == "policy" else self.reference
-        assert model is not None, "the reference was not built: algorithm.kl_coef is 0"
-        if routing == "rollout":
-            shard = self._replaying_rollout(shard)
+        assert model is not None, "the reference was not built: algorithm.kl.coef is 0"
         traced = self.config.routing_replay.trace and routing == "rollout"
         scores = score(
             model,
             self._cut(plan, shard),
             shard.num_tokens,
-            replay=routing == "rollout",
+            replay=routing != "native",
             record=record or measure or traced,
         )
         if record and scores.recorded is not None:
@@ -164,8 +117,19 @@ class PolicyWorker:
             agreement = agree(shard, scores.recorded, layers, self.arch.num_layers)
         return StageScored(scores.logprobs, agreement)
 
-    def _replaying_rollout(self, shard: Batch) -> Batch:
-        """Replay what was captured; where routes were recorded since, those in the other rows."""
+    def _replaying(self, shard: Batch, routing: str) -> Batch:
+        """The shard with what its routers must choose; in native routing that is nothing.
+
+        Rows that were not captured repeat what was recorded since, if anything was.
+        """
+        if routing == "native":
+            return shard
+        if routing == "recorded":
+            assert self.recorded_routes is not None, "no routes were recorded in this step"
+            everywhere = torch.ones(shard.num_tokens, dtype=torch.bool)
+            return shard.with_fields(
+                replay_expert_indices=self.recorded_routes, replay_mask=everywhere
+            )
         routes, mask = shard.require("rollout_expert_indices", "route_mask")
         if self.recorded_routes is not None:
             routes = torch.where(mask.view(-1, 1, 1), routes, self.recorded_routes)
@@ -190,80 +154,57 @@ class PolicyWorker:
         fields: dict[str, Tensor],
         *,
         routing: Literal["native", "rollout", "recorded"],
+        kl_coef: float = 0.0,
     ) -> Updated | None:
         """One optimizer update on the planned sequences.
 
         Args:
             fields: of the whole shard, what has been computed since `begin_step`
             routing: whose experts to use; ``recorded`` are those `score` kept
+            kl_coef: of the KL in the loss, which may adapt from step to step
         """
-        shard = self._shard().with_fields(**fields)
-        if routing == "rollout":
-            shard = self._replaying_rollout(shard)
-        elif routing == "recorded":
-            assert self.recorded_routes is not None, "no routes were recorded in this step"
-            shard = shard.with_fields(
-                replay_expert_indices=self.recorded_routes,
-                replay_mask=torch.ones(shard.num_tokens, dtype=torch.bool),
-            )
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        shard = self._replaying(self._shard().with_fields(**fields), routing)
         traced = self.config.routing_replay.trace and routing == "rollout"
         recorder = Recorder(self.model, shard.num_tokens) if traced else None
-        found = accumulate(
-            self.model,
-            self._cut(plan, shard),
-            self._objective,
+        found = self._accumulate(
+            plan,
+            shard,
+            partial(self._objective, kl_coef),
             replay=routing != "native",
             recorder=recorder,
         )
         if recorder is not None:
             self._trace(shard, plan, recorder.gathered(), "the update")
-        lr = self.learning_rate.step()
-        grad_norm = take_step(self.optimizer)
-        # Each context-parallel rank has the sums of its own tokens.
-        if self.mesh.tp_rank or not self.mesh.is_last_stage:
-            return None
-        return self._summed(found, grad_norm, lr)
+        return self._take_step(found)
 
-    def _objective(self, mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
+    def _objective(
+        self, kl_coef: float, mb: MicroBatch, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Sums]:
         batch = mb.batch
         (loss_weights,) = batch.require("loss_weights")
-        weights = mb.at_targets(loss_weights)
         if self.config.algorithm.type == "sft":
-            return sft_objective(logprobs, weights=weights)
-        old_logprobs, advantages = batch.require("old_logprobs", "advantages")
-        return grpo_objective(
+            return sft_objective(logprobs, weights=mb.at_targets(loss_weights))
+        names = ["old_logprobs", "advantages", "ref_logprobs", "correction_weights"]
+        given = {n: getattr(batch, n) for n in names if getattr(batch, n) is not None}
+        return policy_objective(
             logprobs,
             entropy,
-            old_logprobs=mb.at_targets(old_logprobs),
-            ref_logprobs=None if batch.ref_logprobs is None else mb.at_targets(batch.ref_logprobs),
-            advantages=mb.at_targets(advantages),
-            weights=weights,
+            Targets(
+                weights=mb.at_targets(loss_weights),
+                **{name: mb.at_targets(values) for name, values in given.items()},
+            ),
+            sequence_mean=sequence_mean(mb, loss_weights, self.mesh),
             config=self.config.algorithm,
+            kl_coef=kl_coef,
         )
-
-    @staticmethod
-    def _summed(found: Sequence[Sums], grad_norm: float, lr: float) -> Updated:
-        names = found[0].totals
-        maxima = found[0].maxima
-        return Updated(
-            totals={n: float(torch.stack([s.totals[n] for s in found]).sum()) for n in names},
-            maxima={n: float(torch.stack([s.maxima[n] for s in found]).max()) for n in maxima},
-            grad_norm=grad_norm,
-            lr=lr,
-        )
-
-    def _shard(self) -> Batch:
-        assert self.shard is not None, "begin_step comes first"
-        return self.shard
-
-    def _cut(self, plan: Plan, shard: Batch | None = None) -> list[MicroBatch]:
-        grid = replace(self.mesh.token_grid, align=self.config.policy.slot_align)
-        return cut(shard or self._shard(), plan, grid, self.device)
 
     # Weights
+
+    def refresh_reference(self) -> None:
+        """Make the reference a copy of the policy."""
+        assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
+        for mine, policy in zip(self.reference.chunks, self.chunks, strict=True):
+            mine.load_state_dict(policy.module.state_dict())
 
     def begin_weight_stream(self, dtype: str) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype."""
@@ -294,21 +235,15 @@ class PolicyWorker:
         # What is quantised is what a sync casts to the engine's dtype.
         self.export(path, "bfloat16" if fp8 else "float32", fp8=fp8)
 
-    # Checkpoints
+    # The reference's checkpoint
 
-    def save(self, folder: str) -> None:
-        """Write parameters and optimizer state. Collective; all ranks share the folder's disk."""
-        checkpoint.save(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+    def save_reference(self, folder: str) -> None:
+        """Write the reference's parameters, which are those of the start until they are refreshed.
+        Collective."""
+        assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
+        checkpoint.save_weights(folder, self.reference.chunks, self.mesh)
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote. Collective."""
-        checkpoint.load(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
-
-
-def _bridge(path: str, arch: Architecture) -> "Bridge | None":
-    """What stands in for rltrain's own maps where they lack the family."""
-    if arch.family != "bridged":
-        return None
-    from rltrain.policy.bridge import Bridge
-
-    return Bridge(path, arch)
+    def load_reference(self, folder: str) -> None:
+        """Read what `save_reference` wrote. Collective."""
+        assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
+        checkpoint.load_weights(folder, self.reference.chunks, self.mesh)

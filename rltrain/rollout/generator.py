@@ -37,19 +37,33 @@ class Generator:
             logprobs=False,
         )
 
-    def generate(self, problems: Sequence[Prompt], step: int) -> tuple[Batch, list[Rollout]]:
-        """G responses to each problem: sequence ``i * G + s`` is sample s of problem i."""
-        rollouts = self._run(problems, self._sampling, step)
-        return build_batch(rollouts, self._sampling.num_samples), rollouts
+    def generate(
+        self, problems: Sequence[Prompt], step: int, round: int = 0
+    ) -> tuple[Batch, list[Rollout], list[str]]:
+        """G responses to each problem: sequence ``i * G + s`` is sample s of problem i.
+
+        Args:
+            round: of the step's rounds of generation; a problem that comes in two of them gets
+                other samples
+
+        Returns:
+            The batch, the rollouts, and how an error names each of them.
+        """
+        groups = make_requests(
+            problems, self._sampling.num_samples, self._run_seed, step, round=round
+        )
+        rollouts = self._run(groups, self._sampling, step)
+        names = [str(request) for group in groups for request in group]
+        return build_batch(rollouts, self._sampling.num_samples), rollouts, names
 
     def greedy(self, problems: Sequence[Prompt]) -> list[Rollout]:
         """The greedy response to each problem, without log-probabilities or routes."""
-        return self._run(problems, self._greedy, step=0)
+        groups = make_requests(problems, self._greedy.num_samples, self._run_seed, step=0)
+        return self._run(groups, self._greedy, step=0)
 
     def _run(
-        self, problems: Sequence[Prompt], sampling: SamplingParams, step: int
+        self, groups: Sequence[Sequence[Request]], sampling: SamplingParams, step: int
     ) -> list[Rollout]:
-        groups = make_requests(problems, sampling.num_samples, self._run_seed, step)
         # A group stays on one engine, where its samples share the cached prompt.
         engines = self.engines[: len(groups)]
         shares = [groups[i :: len(engines)] for i in range(len(engines))]
@@ -81,14 +95,18 @@ class Generator:
 
 
 def make_requests(
-    problems: Sequence[Prompt], num_samples: int, run_seed: int, step: int
+    problems: Sequence[Prompt], num_samples: int, run_seed: int, step: int, round: int = 0
 ) -> list[list[Request]]:
     """Per problem one request for each sample. No two have the same seed, even where a problem
-    comes twice in a step."""
+    comes twice in a step.
+
+    Args:
+        round: of the step's rounds of generation, each of as many problems
+    """
     seen: Counter[str] = Counter()
     groups = []
     for problem in problems:
-        first = seen[problem.id] * num_samples
+        first = (round * len(problems) + seen[problem.id]) * num_samples
         seen[problem.id] += 1
         groups.append(
             [
@@ -133,6 +151,7 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         group_ids=torch.arange(len(rollouts)) // group_size,
         weight_version=torch.tensor([r.weight_version for r in rollouts]),
+        truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]),
     )
     return _with_routes(batch, rollouts)
 

@@ -1,7 +1,7 @@
 """report.html: one self-contained page about one run, made from the files in its folder alone.
 
-Reads config.yaml, versions.json, outcome.json, metrics.jsonl and samples.jsonl; each may be
-missing, as after a run that died early. Loads nothing from anywhere when it is opened.
+Reads config.yaml, versions.json, outcome.json, invariants.json, metrics.jsonl and samples.jsonl;
+each may be missing, as after a run that died early. Loads nothing from anywhere when it is opened.
 """
 
 import json
@@ -56,6 +56,7 @@ def write_report(run_dir: Path) -> Path:
         versions=_read_json(run_dir / "versions.json"),
         outcome=_read_json(run_dir / "outcome.json"),
         tiles=verdicts(rows, replay),
+        invariants=_read_json(run_dir / "invariants.json"),
         learning=_learning(rows),
         mismatch=_mismatch(rows),
         overlap=_overlap(rows),
@@ -111,7 +112,7 @@ def _at(config: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
 
 
 def _header(config: Mapping[str, Any], rows: Rows) -> dict[str, str]:
-    algorithm = str(_at(config, "algorithm.type", "run")).upper()
+    algorithm = _algorithm(config)
     mode = _at(config, "routing_replay.mode", "off")
     replay = "without routing replay" if mode == "off" else f"with routing replay {mode.upper()}"
     tiny = _at(config, "model.tiny", {})
@@ -134,6 +135,15 @@ def _header(config: Mapping[str, Any], rows: Rows) -> dict[str, str]:
         f"{_at(config, 'algorithm.group_size', '?')} responses",
         "layout": ", ".join(layout) or "one rank",
     }
+
+
+def _algorithm(config: Mapping[str, Any]) -> str:
+    if _at(config, "algorithm.type") != "rl":
+        return str(_at(config, "algorithm.type", "run")).upper()
+    advantage, loss = (str(_at(config, f"algorithm.{name}", "?")) for name in ("advantage", "loss"))
+    names = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO", "rloo": "RLOO", "gae": "PPO"}
+    named = names.get(advantage, advantage)
+    return named if loss == "ppo" else f"{named}, loss {loss.upper()},"
 
 
 def _figure(

@@ -93,6 +93,11 @@ class Tracker:
         if self._wandb is not None and kept:
             self._wandb.log_samples(step, kept)
 
+    def invariants(self, step: int, checks: Sequence[Mapping[str, str]]) -> None:
+        """Keep what the first step was checked for, for the report."""
+        text = json.dumps({"step": step, "checks": list(checks)}, indent=2)
+        _write(self.run_dir / "invariants.json", text)
+
     def finish(self, error: BaseException | None = None) -> None:
         """Close everything and write report.html; call it with the error that ended the run."""
         if self._finished:

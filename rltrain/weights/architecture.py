@@ -1,6 +1,6 @@
 """What a model is made of: the sizes and settings of a decoder, in the words of this project."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 FamilyName = Literal[
@@ -132,6 +132,8 @@ class Architecture:
     """How many layers follow the last one to predict further tokens (docs/adr/0008-mtp.md)."""
     skipped_mtp_layers: int = 0
     """How many more its ``config.json`` names, which the checkpoint may lack and nobody holds."""
+    value_head: bool = False
+    """A critic: its output layer yields one number a token, and no Hugging Face folder has it."""
 
     def __post_init__(self) -> None:
         sigmoid = self.score_function == "sigmoid"
@@ -182,6 +184,27 @@ class Architecture:
                 f"mscale={scaling.mscale} and mscale_all_dim={scaling.mscale_all_dim}: with MLA "
                 "give both or neither, since transformers and vLLM read one alone differently"
             )
+
+    def with_value_head(self) -> "Architecture":
+        """The critic of this model: all but the output layer is the same, and MTP layers, which
+        predict tokens, are left out.
+
+        Raises:
+            ValueError: the family is not mapped here: Megatron-Bridge knows whole models alone.
+        """
+        if self.family == "bridged":
+            raise ValueError(
+                "model.bridge=true: megatron-bridge maps no critic, which is a model without an "
+                "output layer of its own; choose an algorithm.advantage that needs no values, or a "
+                "family that rltrain maps"
+            )
+        return replace(
+            self,
+            value_head=True,
+            tie_embeddings=False,
+            mtp_layers=0,
+            skipped_mtp_layers=self.mtp_layers + self.skipped_mtp_layers,
+        )
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding and of the output head, so that ``tp`` ranks hold equally many."""

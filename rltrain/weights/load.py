@@ -114,8 +114,9 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
                 f"{found.file}: {name} has shape {found.data.get_shape()}, "
                 f"config.json asks for {list(shape)}"
             )
-    if arch.tie_embeddings:
-        wanted.add("lm_head.weight")  # Some checkpoints repeat the embedding there.
+    if arch.tie_embeddings or arch.value_head:
+        # Some checkpoints repeat the embedding there; a critic has no use for it.
+        wanted.add("lm_head.weight")
     wanted |= copies(arch).keys()
     if extra := sorted(
         name for name in checkpoint.tensors.keys() - wanted if not is_left_out(name, arch)

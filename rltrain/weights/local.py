@@ -12,6 +12,7 @@ from rltrain.weights.placement import Placement
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
+_HEAD = "output_layer.weight"
 _BUFFER = ".mlp.router.expert_bias"
 _WRAPPERS = re.compile(r"^(module\.)+")
 
@@ -21,7 +22,8 @@ def local_parameters(
 ) -> dict[str, Tensor]:
     """Global Megatron name -> the parameter that this rank holds of it, perhaps only a cut of it.
 
-    Expert biases, which are buffers, are among them; Megatron's other buffers hold no weights.
+    Expert biases, which are buffers, are among them; Megatron's other buffers hold no weights. The
+    head of a critic is not: it is of no Hugging Face model.
 
     ``chunks`` are this rank's Megatron models, one for each virtual pipeline stage, wrapped in DDP
     or not. Layer numbers come from the layers themselves (``layer_number``, global, from 1), so
@@ -40,6 +42,8 @@ def local_parameters(
             name = _WRAPPERS.sub("", wrapped)
             name = _LAYER.sub(lambda m, layers=layers: f"decoder.layers.{layers[m[1]]}", name)  # type: ignore[misc]
             name = _EXPERT.sub(lambda m: f"{m[1]}{first_expert + int(m[2])}", name)
+            if arch.value_head and name == _HEAD:
+                continue
             if isinstance(tensor, nn.Parameter) or name.endswith(_BUFFER):
                 assert name not in found, f"two parameters are {name}"
                 found[name] = tensor

@@ -187,7 +187,7 @@ def run_faults(rank: int, folder: Path) -> None:
     from rltrain.policy.worker import PolicyWorker
 
     cpu = torch.device("cpu")
-    config = Config.model_validate({"algorithm": {"kl_coef": 0.1}})
+    config = Config.model_validate({"algorithm": {"kl": {"coef": 0.1}}})
     worker = PolicyWorker(config, rank, rendezvous(folder, "one"), str(folder / "model"), cpu)
     found = _gated(worker) | {"reference": _reference(worker)}
     with pytest.MonkeyPatch.context() as patch:

@@ -130,7 +130,7 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     broken = start("broken", "trainer.steps=1000", *options)
     while 3 not in broken.metrics and broken.process.poll() is None:
         time.sleep(0.2)
-    broken.actors("PolicyActor")[0].kill()
+    broken.actors("ModelActor")[0].kill()
     broken.wait(expect=1)
     assert "a policy worker died" in broken.output
     assert "Traceback" not in broken.output

@@ -38,6 +38,12 @@ def read(file: Path) -> dict[str, Any]:
     return yaml.safe_load(file.read_text()) or {}
 
 
+def read_base(file: Path) -> dict[str, Any]:
+    """The recipe that a recipe is built on."""
+    names = [name for name in read(file).get("defaults", []) if isinstance(name, str)]
+    return read(file.with_name(f"{names[0]}.yaml")) if names else {}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_composes_and_validates(recipe: str) -> None:
     compose([f"+recipe={recipe}"])
@@ -49,17 +55,29 @@ def test_an_option_composes_and_validates(group: str, option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "algorithm", "mode"),
+    ("recipe", "advantage", "loss", "mode"),
     [
-        ("grpo_moe_r3", "grpo", "r3"),
-        ("grpo_moe_r2", "grpo", "r2"),
-        ("grpo_moe_off", "grpo", "off"),
-        ("sft_tiny", "sft", "off"),
+        ("grpo_moe_r3", "grpo", "ppo", "r3"),
+        ("grpo_moe_r2", "grpo", "ppo", "r2"),
+        ("grpo_moe_off", "grpo", "ppo", "off"),
+        ("dr_grpo_moe_r3", "dr_grpo", "ppo", "r3"),
+        ("dapo_moe_r3", "grpo", "ppo", "r3"),
+        ("gspo_moe_r3", "grpo", "gspo", "r3"),
+        ("cispo_moe_r3", "grpo", "cispo", "r3"),
+        ("rloo_moe_r3", "rloo", "pg", "r3"),
+        ("ppo_moe_r3", "gae", "ppo", "r3"),
     ],
 )
-def test_a_recipe_is_what_its_name_says(recipe: str, algorithm: str, mode: str) -> None:
+def test_a_recipe_is_what_its_name_says(recipe: str, advantage: str, loss: str, mode: str) -> None:
     config = compose([f"+recipe={recipe}"])
-    assert (config.algorithm.type, config.routing_replay.mode) == (algorithm, mode)
+    assert config.algorithm.type == "rl"
+    assert (config.algorithm.advantage, config.algorithm.loss) == (advantage, loss)
+    assert config.routing_replay.mode == mode
+
+
+def test_sft_is_supervised() -> None:
+    config = compose(["+recipe=sft_tiny"])
+    assert (config.algorithm.type, config.routing_replay.mode) == ("sft", "off")
 
 
 def test_the_three_grpo_recipes_differ_in_replay_alone() -> None:
@@ -77,8 +95,10 @@ def test_no_file_repeats_a_default() -> None:
     defaults = {key.name: key.default for key in keys()}
     for group, options in GROUPS.items():
         for file in options.values():
-            for name, value in leaves(read(file), "" if group == "recipe" else group).items():
-                assert name == group or value != defaults[name], f"{file} repeats {name}={value}"
+            stated = leaves(read(file), "" if group == "recipe" else group)
+            base = defaults | leaves(read_base(file))
+            for name, value in stated.items():
+                assert name == group or value != base[name], f"{file} repeats {name}={value}"
 
 
 def test_no_recipe_sets_what_a_group_sets() -> None:

@@ -5,6 +5,7 @@ from rltrain.algorithms.advantages.group import dr_grpo, grpo, rloo
 from rltrain.algorithms.advantages.inputs import Advantage
 from rltrain.algorithms.advantages.reinforce import reinforce_pp, reinforce_pp_baseline
 from rltrain.algorithms.registry import find
+from rltrain.config.algorithm import AlgorithmConfig
 
 ADVANTAGES = {
     "grpo": Advantage(grpo, compares=True),
@@ -23,3 +24,8 @@ def find_advantage(name: str) -> Advantage:
         ValueError: see `rltrain.algorithms.registry.find`.
     """
     return find("algorithm.advantage", name, ADVANTAGES, Advantage)
+
+
+def needs_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether a run has a critic; raises ``ValueError`` as `find_advantage`."""
+    return algorithm.type == "rl" and find_advantage(algorithm.advantage).needs_values

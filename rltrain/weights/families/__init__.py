@@ -90,6 +90,8 @@ def _family(config: Mapping[str, Any], where: str) -> Family | None:
 def parameters(arch: Architecture) -> tuple[Parameter, ...]:
     """Every parameter and buffer of the model under its global Megatron name, in sending order."""
     found = expand(FAMILIES[arch.family].layout(arch), arch)
+    if arch.value_head:
+        return found[:-1]
     if not arch.tie_embeddings:
         return found
     embedding, *_, head = found

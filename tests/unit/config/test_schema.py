@@ -29,7 +29,34 @@ def nested(dotted: dict[str, Any]) -> dict[str, Any]:
 
 
 IMPOSSIBLE = [
-    ({"algorithm.group_size": 1}, "group_size=1", "a group has something to compare"),
+    (
+        {"algorithm.group_size": 1, "algorithm.dynamic_sampling.max_rounds": 2},
+        "group_size=1",
+        "a group of one has no spread",
+    ),
+    ({"algorithm.kl.target": 0.1}, "coef=0", "a reference is built for its options"),
+    ({"algorithm.kl.refresh_every": 4}, "coef=0", "a reference is built for its options"),
+    (
+        {
+            "algorithm.kl.coef": 0.1,
+            "algorithm.kl.where": "reward",
+            "algorithm.kl.estimator": "k3_k2",
+        },
+        "estimator=k3_k2",
+        "a reward has no gradient",
+    ),
+    ({"algorithm.correction.weight_min": 2.0}, "weight_min=2.0", "bounds are in order"),
+    ({"algorithm.correction.reject_max": 0.1}, "reject_max=0.1", "bounds are in order"),
+    (
+        {"algorithm.bypass_old_logprobs": True, "algorithm.correction.veto": 1e-4},
+        "algorithm.correction",
+        "correction needs the pass that measures",
+    ),
+    (
+        {"checkpoint.every": 2, "trainer.sync_every": 4},
+        "checkpoint.every=2",
+        "checkpoints fall on weight syncs",
+    ),
     ({"optimizer.min_lr": 1.0, "optimizer.schedule": "linear"}, "min_lr=1.0", "min lr at most lr"),
     ({"optimizer.min_lr": 1e-9}, "schedule=constant", "a constant lr has no minimum"),
     (
@@ -115,7 +142,7 @@ IMPOSSIBLE = [
     ),
     (
         {"routing_replay.reference": "replay", "routing_replay.mode": "r3"},
-        "kl_coef=0.0",
+        "algorithm.kl.coef=0.0",
         "a replayed reference exists",
     ),
 ]
@@ -155,7 +182,7 @@ def test_every_rule_of_the_schema_is_tested() -> None:
         ("optimizer.router_lr", -1.0, "optimizer.router_lr: expected number > 0 or null"),
         ("rollout.engine_args", 3, "rollout.engine_args: expected dictionary, found 3"),
         ("policy.parallel", 3, "policy.parallel: expected a section with keys of its own"),
-        ("algorithm.type", "ppo", "algorithm.type: expected one of grpo, sft, found ppo"),
+        ("algorithm.type", "ppo", "algorithm.type: expected one of rl, sft, found ppo"),
         ("routing_replay.mode", False, 'write "off"'),
         ("tracking.name", 5, "tracking.name=\"'5'\""),
         ("trainer.stpes", 5, "trainer.stpes: there is no such key. Nearest: trainer.steps"),

@@ -134,7 +134,7 @@ def test_a_failed_reward_stays_out_of_the_loss() -> None:
 
 def test_coverage_is_of_the_rows_that_owe_a_route() -> None:
     batch = batch_missing(3, 6).with_fields(rollout_expert_indices=(route_ref(5), route_ref(3)))
-    metrics = rollout_metrics(batch, num_truncated=0)
+    metrics = rollout_metrics(batch)
     assert metrics["routing/coverage"] == 6 / 8
     assert metrics["routing/bytes_per_token"] == 3 * 2 * 2
     assert metrics["routing/host_bytes"] == (5 + 3) * 3 * 2 * 2

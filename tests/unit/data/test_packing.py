@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.data.packing import pack, plan_step
+from rltrain.data.packing import mini_batch_sizes, pack, plan_step
 
 steps = st.tuples(
     st.sampled_from([1, 2, 4]),
@@ -52,6 +52,7 @@ def test_a_sequence_over_budget_is_refused() -> None:
         pack([[11]], max_tokens=10)
 
 
-def test_mini_batches_must_divide() -> None:
-    with pytest.raises(ValueError, match="3 sequences do not divide into 2 mini-batches"):
-        plan_step([1, 1, 1], 2, 1, 10)
+def test_what_does_not_divide_is_spread_over_the_first_mini_batches() -> None:
+    plan = plan_step([1, 1, 1, 1, 1], 3, 1, 10)
+    assert plan.updates == [[[[0, 1]]], [[[2, 3]]], [[[4]]]]
+    assert mini_batch_sizes(2, 3) == [1, 1, 0]

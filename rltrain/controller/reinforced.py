@@ -1,0 +1,67 @@
+"""Reinforcement learning: everything a run needs, started in order and ended together."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from rltrain.config import Config
+from rltrain.controller.cluster import cluster
+from rltrain.controller.engines import engine_spec, start_engines
+from rltrain.controller.evaluation import Evaluator
+from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller.sampling import Sampler
+from rltrain.controller.supervised import warm_started_model
+from rltrain.controller.trainer import Trainer
+from rltrain.data.loader import PromptLoader
+from rltrain.data.problems import load_problems
+from rltrain.data.tiny_model import build_random_model
+from rltrain.environments.pool import RewardPool
+from rltrain.rollout.generator import Generator
+from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.tracker import Tracker
+from rltrain.weights.engine_fp8 import check_blocks
+from rltrain.weights.families import read_architecture
+
+
+def run(config: Config) -> None:
+    """Start everything a run needs, train, and leave a report whatever happens."""
+    with ExitStack() as stack:
+        # Bad data ends the run here, before anything that takes long.
+        given = Path(config.model.path) if config.model.path else None
+        tokenizer = AutoTokenizer.from_pretrained(
+            given or build_random_model(config.model),
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
+        if config.rollout.quantization == "fp8":
+            arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
+            check_blocks(arch, config.rollout.tensor_parallel)
+        placed = stack.enter_context(cluster(config))
+        path = given or warm_started_model(config, placed)
+        arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
+        # The engines load while the policy workers do.
+        spec = engine_spec(config, path, arch, placed)
+        engines, wait_until_ready = start_engines(config, spec, placed)
+        policy = PolicyGroup(config, str(path), placed)
+        pool = stack.enter_context(RewardPool(config.data.reward))
+        generator = Generator(engines, config)
+        prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
+        sampler = Sampler(config, prompts, generator, pool, tokenizer)
+        trainer = Trainer(config, arch, sampler, policy, spec)
+        done = trainer.resume()
+        versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
+        tracker = Tracker(
+            Path(config.trainer.output_dir),
+            config.tracking,
+            config.model_dump(mode="json"),
+            versions,
+            num_steps=config.trainer.steps,
+            first_step=done + 1 if done else 0,
+        )
+        trainer.tracker = stack.enter_context(tracker)
+        trainer.evaluator = Evaluator(
+            config, problems.held_out, generator, pool, tokenizer, tracker
+        )
+        trainer.train(done)
