@@ -1,10 +1,16 @@
 """Advantages and losses are found by name, or by the path to one's own."""
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
+import yaml
 
 from rltrain.algorithms.advantages import ADVANTAGES, find_advantage
-from rltrain.algorithms.losses import find_loss
+from rltrain.algorithms.losses import LOSSES, find_loss
 from rltrain.algorithms.losses.ppo import ppo
+from rltrain.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 
 HERE = "rltrain.algorithms"
 
@@ -31,3 +37,13 @@ def test_what_is_not_there_is_refused_with_its_name(name: str, said: str) -> Non
 def test_a_function_is_no_entry_of_the_advantages() -> None:
     with pytest.raises(ValueError, match="expected Advantage, found function"):
         find_advantage(f"{HERE}.advantages.gae.gae")
+
+
+def test_the_page_names_every_part_and_its_corrections_are_valid() -> None:
+    page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text(encoding="utf-8")
+    fields = AlgorithmConfig.model_fields["aggregation"], KLConfig.model_fields["estimator"]
+    choices = [name for field in fields for name in get_args(field.annotation)]
+    assert [n for n in [*ADVANTAGES, *LOSSES, *choices] if f"\n| `{n}` |" not in page] == []
+    lines = re.findall(r"^\| [\w ]+ \| `(\{.+?\})` \|", page, re.MULTILINE)
+    assert len(lines) == 10
+    assert all(CorrectionConfig(**yaml.safe_load(line)).active for line in lines)
