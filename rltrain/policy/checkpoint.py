@@ -65,7 +65,8 @@ def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
     Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
     Transformer Engine keeps besides is not read, nor a critic's head: a new model has its own.
     """
-    bare, own = _bare(chunks), ("_extra_state",)
+    bare = _bare(chunks)
+    own: tuple[str, ...] = ("_extra_state",)
     wanted = _model_states(bare, mesh)
     for number, model in enumerate(bare):
         if isinstance(getattr(model, "output_layer", None), ValueHead):
