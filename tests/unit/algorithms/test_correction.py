@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from pydantic import ValidationError
 
 from rltrain.algorithms.correction import Correction, correct
 from rltrain.config.algorithm import CorrectionConfig
@@ -140,8 +139,3 @@ def test_a_number_that_is_none_is_refused_by_sample(name: str, bad: float) -> No
     mask, lens = torch.ones(4, dtype=torch.bool), torch.tensor([2, 2])
     with pytest.raises(ValueError, match=rf"^{name}: token 1 of sequence 1 has -?(nan|inf)"):
         correct(*pair.values(), mask, lens, CONFIGS["TIS"])
-
-
-def test_a_k3_that_rejects_agreement_is_refused() -> None:
-    with pytest.raises(ValidationError, match="takes out every sequence on which trainer and"):
-        CorrectionConfig(reject="k3")
