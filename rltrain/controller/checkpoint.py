@@ -3,6 +3,7 @@
     <run>/checkpoints/step_000010/
         policy/        Megatron's distributed checkpoint
         critic/        likewise, where there is one
+        reference/     parameters alone, where the reference is refreshed
         state.json     step, data position
         manifest.json  size and SHA-256 of every other file
 
@@ -33,7 +34,7 @@ def save(
     """Write the checkpoint of ``step``; older ones than the ``keep`` newest go, after it is there.
 
     Args:
-        groups: each gets a folder named after its role
+        groups: each writes the folders of its ``stored``
 
     Raises:
         RuntimeError: the disk is full or cannot be written; the older checkpoints are untouched.
@@ -43,8 +44,9 @@ def save(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         for group in groups:
-            (partial / group.role).mkdir(parents=True)
-            group.call("save", str(partial / group.role))
+            for folder, (method, _) in group.stored.items():
+                (partial / folder).mkdir(parents=True)
+                group.call(method, str(partial / folder))
         (partial / STATE).write_text(json.dumps({"step": step, **state}))
         manifest.write(partial)
         shutil.rmtree(target, ignore_errors=True)
@@ -72,17 +74,18 @@ def restore(
 
     Raises:
         ValueError: it is not from this run and not trusted, a file is not what it was, or it was
-            saved without one of the groups.
+            saved without what a group stores.
     """
     verify(path, run_dir, trust=config.trust)
-    for group in groups:
-        if not (path / group.role).is_dir():
+    for folder in (folder for group in groups for folder in group.stored):
+        if not (path / folder).is_dir():
             raise ValueError(
-                f"{path} was saved by a run without a {group.role}: go on with the configuration "
+                f"{path} was saved by a run without a {folder}: go on with the configuration "
                 "of that run, or start anew in another trainer.output_dir"
             )
     for group in groups:
-        group.call("load", str(path / group.role))
+        for folder, (_, method) in group.stored.items():
+            group.call(method, str(path / folder))
     state: dict[str, Any] = json.loads((path / STATE).read_text())
     logger.info("resumed after step %d from %s", state["step"], path)
     return state

@@ -16,6 +16,13 @@ class PolicyGroup(WorkerGroup):
 
     role = "policy"
 
+    @property
+    def stored(self) -> dict[str, tuple[str, str]]:
+        """A reference that was never refreshed is the model the run started from."""
+        refreshed = self._config.algorithm.kl.refresh_every > 0
+        reference = {"reference": ("save_reference", "load_reference")} if refreshed else {}
+        return super().stored | reference
+
     def score(
         self,
         *,

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
 from rltrain.controller.cluster import cluster
+from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.engines import engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.policy_group import PolicyGroup
@@ -49,7 +51,8 @@ def run(config: Config) -> None:
         generator = Generator(engines, config)
         prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
-        trainer = Trainer(config, arch, sampler, policy, spec)
+        critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
+        trainer = Trainer(config, arch, sampler, policy, critic, spec)
         done = trainer.resume()
         versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
         tracker = Tracker(

@@ -11,11 +11,13 @@ from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import checkpoint, stages
+from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.invariants import FirstStep, block, check_first_step
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.weight_sync import check_weight_sync, sync_weights
+from rltrain.controller.worker_group import WorkerGroup
 from rltrain.policy.types import Scored, Updated
 from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.environment import resident_gib
@@ -41,6 +43,7 @@ class Trainer:
     arch: Architecture
     sampler: Sampler
     policy: PolicyGroup
+    critic: CriticGroup | None
     spec: EngineSpec
     evaluator: Evaluator = field(init=False)
     tracker: Tracker = field(init=False)
@@ -74,14 +77,23 @@ class Trainer:
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
                 batch = self.score_reference(batch)
+        if self.critic is not None:
+            with timer.phase("values"):
+                self.critic.begin_step(batch)
+                batch = batch.with_fields(values=self.critic.values())
         with timer.phase("advantages"):
             batch, found = self.weigh(batch)
             metrics |= found
-        with timer.phase("update"):
-            updates = self.update(batch)
-            metrics |= stages.update_metrics(updates, self.config.trainer.mini_batches)
-            if self.arch.moe_layers:
-                metrics["routing/padded_fraction"] = self.policy.padded_fraction
+        if self.critic is not None:
+            with timer.phase("critic_update"):
+                metrics |= self.update_critic(self.critic, batch)
+        updates: list[Updated] = []
+        if step > self.warmup_steps:
+            with timer.phase("update"):
+                updates = self.update(batch)
+                metrics |= stages.update_metrics(updates, self.config.trainer.mini_batches)
+                if self.arch.moe_layers:
+                    metrics["routing/padded_fraction"] = self.policy.padded_fraction
         metrics |= self.adapt_reference(step, batch, metrics)
         if step % self.config.trainer.sync_every == 0:
             with timer.phase("weight_sync"):
@@ -93,7 +105,7 @@ class Trainer:
             with timer.phase("checkpoint"):
                 self.save(step)
         self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
-        if step == self.resumed_after + 1:
+        if step == max(self.resumed_after, self.warmup_steps) + 1:
             self.check_invariants(step, batch, updates, metrics)
 
     # The stages
@@ -189,6 +201,11 @@ class Trainer:
         routing = UPDATE_ROUTING[self.config.routing_replay.mode]
         return self.policy.update(fields, routing=routing, kl_coef=self.kl_coef)
 
+    def update_critic(self, critic: CriticGroup, batch: Batch) -> dict[str, float]:
+        names = "values", "returns", "loss_weights"
+        fields = dict(zip(names, batch.require(*names), strict=True))
+        return stages.value_metrics(batch, critic.update(fields))
+
     def adapt_reference(
         self, step: int, batch: Batch, metrics: dict[str, float]
     ) -> dict[str, float]:
@@ -247,17 +264,27 @@ class Trainer:
 
     def save(self, step: int) -> None:
         state = {"prompts": self.sampler.prompts.state_dict(), "kl_coef": self.kl_coef}
-        checkpoint.save(self.run_dir, step, [self.policy], state, self.config.checkpoint.keep)
+        checkpoint.save(self.run_dir, step, self.models, state, self.config.checkpoint.keep)
 
     def resume(self) -> int:
         """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
         found = checkpoint.checkpoints(self.run_dir)
         if self.config.trainer.resume == "never" or not found:
             return 0
-        state = checkpoint.restore(found[-1], self.run_dir, [self.policy], self.config.checkpoint)
+        state = checkpoint.restore(found[-1], self.run_dir, self.models, self.config.checkpoint)
         self.sampler.prompts.load_state_dict(state["prompts"])
         self.kl_coef = state["kl_coef"]
         return int(state["step"])
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps in which the policy is left as it is."""
+        return 0 if self.critic is None else self.config.critic.warmup_steps
+
+    @property
+    def models(self) -> list[WorkerGroup]:
+        """Those that learn."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     @property
     def run_dir(self) -> Path:

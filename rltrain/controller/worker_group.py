@@ -40,6 +40,11 @@ class WorkerGroup:
         self._answers("start", [worker.start.remote() for worker in self._workers])
         self._dp_ranks = [place["dp_rank"] for place in self.call("place")]
 
+    @property
+    def stored(self) -> dict[str, tuple[str, str]]:
+        """Folders of a checkpoint, and the workers' methods that write and read them."""
+        return {self.role: ("save", "load")}
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``method`` on every worker with the same arguments; results by rank."""
         return self._gather(method, lambda _: (args, kwargs))

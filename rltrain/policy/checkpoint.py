@@ -65,16 +65,17 @@ def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
     Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
     Transformer Engine keeps besides is not read, nor a critic's head: a new model has its own.
     """
-    bare, own = _bare(chunks), ["_extra_state"]
+    bare = _bare(chunks)
+    own: tuple[str, ...] = ("_extra_state",)
     wanted = _model_states(bare, mesh)
     for number, model in enumerate(bare):
         if isinstance(getattr(model, "output_layer", None), ValueHead):
-            own.append(_HEAD)
+            own = (*own, _HEAD)
             del wanted[f"model{number}"][_HEAD]
     state = dist_checkpointing.load(wanted, folder)
     for number, model in enumerate(bare):
         left = model.load_state_dict(state[f"model{number}"], strict=False)
-        assert all(name.endswith(tuple(own)) for name in left.missing_keys), left
+        assert all(name.endswith(own) for name in left.missing_keys), left
         assert not left.unexpected_keys, left
 
 
