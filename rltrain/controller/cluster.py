@@ -94,9 +94,9 @@ def place(config: Config, num_gpus: int) -> Cluster:
         return Cluster("cuda", policy, config.rollout.tensor_parallel, critic)
     if found == ranks == engines == 1 and not own:
         return Cluster("cuda", THIRD, THIRD, THIRD) if paired else Cluster("cuda", HALF, HALF)
-    critics = f"{own} for the critic (critic.placement=shared needs none), " if own else ""
+    critics = f", {own} for the critic (critic.placement=shared needs none)," if own else ""
     raise ValueError(
-        f"the run needs {ranks} GPUs for the policy, {critics}and {engines} for "
+        f"the run needs {ranks} GPUs for the policy{critics} and {engines} for "
         f"{config.rollout.num_engines} engines of {config.rollout.tensor_parallel}: expected "
         f"{ranks + own + engines}, or one that one rank and one engine share; found {found}. Lower "
         "policy.parallel or rollout.num_engines"

@@ -46,6 +46,7 @@ def preflight(config: Config) -> None:
     if config.algorithm.type == "rl":
         check_lengths(config, model)
         check_algorithm(config.algorithm)
+        check_critic(config)
         check_replay(config, model)
         name, version = check_engine()
         if config.routing_replay.capture:
@@ -143,6 +144,14 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
             f"algorithm.group_size={algorithm.group_size} gives it nothing to compare one with: "
             "use 2 or more"
         )
+
+
+def check_critic(config: Config) -> None:
+    """The model can have a critic, where the advantage needs one."""
+    from rltrain.algorithms.advantages import needs_critic
+
+    if config.model.path is not None and needs_critic(config.algorithm):
+        read_architecture(config.model.path, bridge=config.model.bridge).with_value_head()
 
 
 def check_recompute(policy: PolicyConfig, num_layers: int) -> None:

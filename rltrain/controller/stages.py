@@ -294,27 +294,5 @@ def update_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, f
     return metrics | skipped
 
 
-def value_metrics(batch: Batch, updates: Sequence[Updated]) -> dict[str, float]:
-    """What the critic knew before its updates, over the tokens in the loss, and what they did."""
-    values, returns, loss_mask = batch.require("values", "returns", "loss_mask")
-    values, returns = values[loss_mask].double(), returns[loss_mask].double()
-    if not updates or not len(values):
-        return {}
-    metrics = {
-        "value/mean": float(values.mean()),
-        "value/return_mean": float(returns.mean()),
-        "value/loss": sum(u.totals["loss"] for u in updates) / len(updates),
-        "value/clip_fraction": sum(u.totals["clipped"] for u in updates)
-        / sum(u.totals["tokens"] for u in updates),
-        "value/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
-        "value/lr": updates[-1].lr,
-    }
-    spread = float(returns.var(unbiased=False))
-    if spread > 0:  # where all returns are one number there is nothing to explain
-        left = float((returns - values).var(unbiased=False))
-        metrics["value/explained_variance"] = 1 - left / spread
-    return metrics
-
-
 STATS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
 """What the losses of `rltrain.algorithms.losses` measure."""

@@ -241,6 +241,7 @@ def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> di
     def update() -> dict[str, Tensor]:
         updated = worker.update(plan.updates[0][mesh.dp_rank], fields)
         totals = {} if updated is None else updated.totals
+        assert updated is None or updated.lr == worker.config.critic.optimizer.lr
         names = ("loss", "tokens", "clipped")
         sums = [totals.get(n, 0.0) for n in names]
         norm = torch.tensor(0.0 if updated is None else updated.grad_norm)

@@ -169,6 +169,21 @@ def test_ranks_fit_the_gpus() -> None:
         check_ranks(with_layout(dp=2, cluster={"num_gpus": 1}), "cuda", cores=64, gpus=4)
 
 
+def test_a_critics_ranks_count() -> None:
+    gae = {"advantage": "gae"}
+    check_ranks(with_layout(algorithm=gae), "cpu", cores=1, gpus=0)
+    with pytest.raises(ValueError, match=r"4 on 1 cores, found 5: .* 2 policy ranks, as many crit"):
+        check_ranks(with_layout(dp=2, algorithm=gae), "cpu", cores=1, gpus=0)
+    check_ranks(with_layout(algorithm=gae), "cuda", cores=1, gpus=1)
+    check_ranks(with_layout(dp=2, algorithm=gae), "cuda", cores=1, gpus=3)
+    own = {"algorithm": gae, "critic": {"placement": "own"}}
+    check_ranks(with_layout(dp=2, **own), "cuda", cores=1, gpus=5)
+    with pytest.raises(ValueError, match=r"5 in all, found 4: .*critic.placement=own"):
+        check_ranks(with_layout(dp=2, **own), "cuda", cores=1, gpus=4)
+    with pytest.raises(ValueError, match=r"3 in all, found 1"):
+        check_ranks(with_layout(**own), "cuda", cores=1, gpus=1)
+
+
 def test_no_visible_gpu_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device(Config().cluster) == "cpu"

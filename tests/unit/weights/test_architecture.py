@@ -1,14 +1,16 @@
 """config.json is read in full: every field is used, harmless, or refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from rltrain.policy.layout_models import MODELS
 from rltrain.weights.architecture import Architecture
-from rltrain.weights.families import architecture_from_config, read_architecture
+from rltrain.weights.families import architecture_from_config, parameters, read_architecture
 
 # Qwen/Qwen3-30B-A3B as published, written by transformers 4.
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -153,3 +155,15 @@ def test_broken_folders(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not a JSON object"):
         read_architecture(tmp_path)
+
+
+def test_a_critic_is_the_model_without_its_output_layer() -> None:
+    arch = MODELS["deepseek mtp"]
+    critic = arch.with_value_head()
+    names, trunk = ([p.name for p in parameters(a)] for a in (arch, critic))
+    assert trunk == [n for n in names if not n.startswith(("mtp.", "output_layer"))]
+    assert len(trunk) < len(names) - 1
+    tied = replace(MODELS["qwen3"], tie_embeddings=True).with_value_head()
+    assert parameters(tied) == parameters(MODELS["qwen3"].with_value_head())
+    with pytest.raises(ValueError, match=r"model\.bridge=true: .* maps no critic"):
+        replace(arch, family="bridged").with_value_head()

@@ -1,0 +1,113 @@
+"""The critic's Ray actors, as the controller calls them; and where Ray puts a shared GPU's two."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.controller import checkpoint
+from rltrain.controller.cluster import HALF, Cluster, _reserve_pairs
+from rltrain.controller.critic_group import CriticGroup
+from rltrain.controller.policy_group import PolicyGroup
+from tests.distributed.tiny_folder import save_tiny_moe
+
+pytestmark = pytest.mark.integration
+LENGTHS = (9, 4, 12, 5)
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[None]:
+    """Ray believes in three GPUs; nothing here computes on them."""
+    ray.init(address="local", num_cpus=2, num_gpus=3, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def config(**trainer: Any) -> Config:
+    return Config.model_validate(
+        {
+            "algorithm": {"advantage": "gae"},
+            "policy": {"parallel": {"dp": 2}, "threads": 1},
+            "critic": {"optimizer": {"lr": 1e-2}},
+            "trainer": {"mini_batches": 2, **trainer},
+        }
+    )
+
+
+def step() -> Batch:
+    """Two mini-batches; no token of the second is in the loss."""
+    g, n, first = torch.Generator().manual_seed(0), sum(LENGTHS), sum(LENGTHS[:2])
+    in_loss = torch.arange(n) < first
+    return Batch(
+        tokens=torch.randint(61, (n,), generator=g),
+        seq_lens=torch.tensor(LENGTHS),
+        response_mask=torch.ones(n, dtype=torch.bool),
+        loss_weights=torch.where(in_loss, 1 / first, 0.0),
+        returns=torch.ones(n),
+        # The critic must not ask for them: there are no such objects.
+        rollout_expert_indices=torch.zeros(n, 2, 2, dtype=torch.uint8),
+        route_mask=torch.ones(n, dtype=torch.bool),
+    )
+
+
+def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
+    save_tiny_moe(tmp_path / "model", num_layers=2, num_experts=4, k=2, vocab=61)
+    critic = CriticGroup(config(), str(tmp_path / "model"), Cluster("cpu", 0, 0))
+    batch = step()
+    critic.begin_step(batch)
+    values = critic.values()
+    assert values.shape == (batch.num_tokens,) and not values.any()
+
+    fields = {"values": values, "returns": batch.returns, "loss_weights": batch.loss_weights}
+    [updated] = critic.update(fields)  # the mini-batch with nothing in the loss is left out
+    # A first token has no slot; (0 - 1)^2 / 2 for each of the others.
+    counted = sum(LENGTHS[:2]) - 2
+    assert updated.totals["tokens"] == counted
+    assert updated.totals["loss"] == pytest.approx(counted / sum(LENGTHS[:2]) / 2)
+    saved = critic.values()
+    assert saved[1:9].all() and not saved[[0, 9, 13, 25]].any()
+    folder = checkpoint.save(tmp_path, 1, [critic], {}, keep=1)
+    assert (folder / "critic").is_dir()
+    critic.update(fields)
+    assert (critic.values() - saved).abs().max() > 1e-3
+    state = checkpoint.restore(folder, tmp_path, [critic], config().checkpoint)
+    assert state == {"step": 1} and torch.equal(critic.values(), saved)
+
+    rows = [3, 2, 1, 0]
+    critic.begin_step(batch.select(rows))
+    torch.testing.assert_close(critic.values(), saved[batch.token_index(rows)])
+
+    policy = object.__new__(PolicyGroup)
+    with pytest.raises(ValueError, match="saved by a run without a policy"):
+        checkpoint.restore(folder, tmp_path, [policy, critic], config().checkpoint)
+    with pytest.raises(RuntimeError, match=r"^critic\.values: IndexError"):
+        critic.call("values", [[99]])
+    critic.shutdown()
+
+
+def test_a_policy_rank_and_its_critic_rank_share_a_gpu(started: None) -> None:
+    placed = Cluster("cuda", HALF, 1, HALF)
+    assert _reserve_pairs(config(), Cluster("cuda", 1, 1, 1)) is None
+    placed = Cluster("cuda", HALF, 1, HALF, _reserve_pairs(config(), placed))
+
+    @ray.remote
+    class Rank:
+        def gpus(self) -> list[str]:
+            return list(ray.get_gpu_ids())
+
+    # Ray would fill up one GPU after another with what comes first.
+    ranks = [
+        Rank.options(**placed.worker_options(role, rank)).remote()
+        for role in ("policy", "critic")
+        for rank in range(2)
+    ]
+    engine = Rank.options(num_gpus=1, num_cpus=0).remote()
+    found = ray.get([actor.gpus.remote() for actor in (*ranks, engine)], timeout=60)
+    policy, critic, taken = found[:2], found[2:4], found[4]
+    assert policy == critic
+    assert len({gpu for gpus in (*policy, taken) for gpu in gpus}) == 3
