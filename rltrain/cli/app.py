@@ -51,6 +51,13 @@ def report(arguments: Arguments) -> int:
     return run(arguments)
 
 
+def plan(arguments: Arguments) -> int:
+    """Show placement, batch and memory of +recipe=NAME [name=value ...]; nothing starts."""
+    from rltrain.cli.plan import plan as run
+
+    return run(arguments)
+
+
 def verify(arguments: Arguments) -> int:
     """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
     _ignore_import_warnings()
@@ -86,6 +93,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "import": import_,
     "export": export,
     "keys": list_keys,
+    "plan": plan,
     "verify": verify,
     "routes": routes,
     "dashboard": dashboard,

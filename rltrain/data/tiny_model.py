@@ -68,7 +68,7 @@ def save_tiny_model(tiny: TinyModel, folder: Path) -> None:
     tokenizer = tiny_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tiny.seed)
-        network = Qwen3MoeForCausalLM(_architecture(tiny))
+        network = Qwen3MoeForCausalLM(tiny_config(tiny))
         _set_experts_apart(network)
     network.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -92,7 +92,8 @@ def _set_experts_apart(network: Qwen3MoeForCausalLM) -> None:
             parameter.mul_(2)
 
 
-def _architecture(tiny: TinyModel) -> Qwen3MoeConfig:
+def tiny_config(tiny: TinyModel) -> Qwen3MoeConfig:
+    """What ``config.json`` of the tiny model says."""
     tokenizer = tiny_tokenizer()
     return Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
@@ -112,6 +113,7 @@ def _architecture(tiny: TinyModel) -> Qwen3MoeConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
+        architectures=[Qwen3MoeForCausalLM.__name__],
     )
 
 

@@ -1,21 +1,26 @@
 """Every recipe composes, and says nothing that a choice on the command line could not change."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rltrain.cli.plan import plan
 from rltrain.config.groups import conf_folder, find_groups
 from rltrain.main import compose
 
+ROOT = Path(__file__).parents[2]
 GROUPS = find_groups()
 RECIPES = GROUPS["recipe"]
+FULL_SIZE = [name for name in RECIPES if name.endswith("gpu")]
 OPTIONS = [
     (group, option) for group, options in GROUPS.items() if group != "recipe" for option in options
 ]
 NEEDED = {
     ("data", "jsonl"): ["data.path=x"],
+    ("data", "math"): ["data.path=x"],
     ("data", "parquet"): ["data.path=x"],
     ("data", "huggingface"): ["data.path=x"],
     ("data", "reasoning_gym"): ["data.task=basic_arithmetic"],
@@ -98,7 +103,7 @@ def test_no_file_repeats_a_default() -> None:
             stated = leaves(read(file), "" if group == "recipe" else group)
             base = defaults | leaves(read_base(file))
             for name, value in stated.items():
-                assert name == group or value != base[name], f"{file} repeats {name}={value}"
+                assert name == group or value != base.get(name), f"{file} repeats {name}={value}"
 
 
 def test_no_recipe_sets_what_a_group_sets() -> None:
@@ -114,3 +119,39 @@ def test_config_yaml_has_a_choice_for_every_group() -> None:
     defaults = yaml.safe_load((conf_folder() / "config.yaml").read_text())["defaults"]
     chosen = {name for entry in defaults if isinstance(entry, dict) for name in entry}
     assert chosen == GROUPS.keys() - {"recipe"}
+
+
+@pytest.mark.parametrize("recipe", FULL_SIZE)
+def test_a_full_size_recipe_fits_its_cards(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its README has the command and what that prints; layout, lengths and replay are checked."""
+    page = (ROOT / "recipes" / recipe / "README.md").read_text()
+    [command] = re.findall(r"^`rltrain plan (.+)`$", page, re.MULTILINE)
+    assert f"+recipe={recipe} " in command and "--gpus" in command
+    monkeypatch.chdir(ROOT)
+    assert plan(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert f"```\n{printed}```" in page
+    assert printed.splitlines()[-1].startswith("fits: ")
+
+
+@pytest.mark.parametrize("recipe", FULL_SIZE)
+def test_a_full_size_recipe_is_grpo_with_r3(recipe: str) -> None:
+    config = compose([f"+recipe={recipe}"])
+    assert (config.algorithm.advantage, config.routing_replay.mode) == ("grpo", "r3")
+    assert config.model.path is not None and config.model.path.startswith("models/")
+
+
+def test_qwen3_on_eight_cards_of_80_gb_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """As its README says."""
+    assert plan(["+recipe=grpo_qwen3_30b_a3b_8gpu", "--gpus", "8"]) == 1
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed and "more policy.parallel.dp" in printed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_has_a_page(recipe: str) -> None:
+    """With the command and the hardware."""
+    page = (ROOT / "recipes" / recipe / "README.md").read_text()
+    assert f"+recipe={recipe}" in page and "**Hardware**" in page

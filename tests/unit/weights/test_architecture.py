@@ -8,47 +8,14 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from rltrain.config.groups import conf_folder
 from rltrain.policy.layout_models import MODELS
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import architecture_from_config, parameters, read_architecture
 
-# Qwen/Qwen3-30B-A3B as published, written by transformers 4.
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_30B_A3B: dict[str, Any] = json.loads(
+    (conf_folder() / "model" / "Qwen3-30B-A3B" / "config.json").read_text()
+)
 
 
 def read(**changes: Any) -> Architecture:

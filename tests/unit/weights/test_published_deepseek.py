@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from rltrain.config.groups import conf_folder
 from rltrain.weights.architecture import MLA, Architecture, Yarn
 from rltrain.weights.families import architecture_from_config, read_architecture
 
@@ -18,7 +19,9 @@ FILES = Path(__file__).parent / "published"
 
 
 def published(name: str) -> dict[str, Any]:
-    return dict(json.loads((FILES / f"{name}.json").read_text()))
+    shipped = conf_folder() / "model" / name / "config.json"  # with a recipe
+    file = shipped if shipped.is_file() else FILES / f"{name}.json"
+    return dict(json.loads(file.read_text()))
 
 
 LATENT = MLA(None, 512, 128, 64, 128)

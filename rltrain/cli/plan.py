@@ -1,0 +1,97 @@
+"""``rltrain plan``: what a configuration needs, before anything is started. No GPU, no Ray."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltrain.algorithms.advantages import needs_critic
+from rltrain.config import Config
+from rltrain.config.groups import conf_folder
+from rltrain.controller.preflight import check_layout, check_lengths, check_replay, read_sizes
+from rltrain.parallel.memory import GIB
+from rltrain.weights.architecture import Architecture
+
+H100_GIB = 79.2
+"""What CUDA has of a card that is sold with 80 GB."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    gpus: int | None
+    """How many there are; None: as many as the run needs."""
+    memory: int
+    """Bytes of each."""
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Print placement, batch and memory; the exit status is 1 when the run does not fit.
+
+    Raises:
+        ValueError: the configuration is wrong, or does not go with the model.
+    """
+    from rltrain.cli.plan_text import describe
+    from rltrain.main import compose
+
+    parser = argparse.ArgumentParser(prog="rltrain plan")
+    parser.add_argument("overrides", nargs="+", metavar="+recipe=NAME or name=value")
+    parser.add_argument("--gpus", type=int, help="how many there are (as many as are needed)")
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, default=H100_GIB, help=f"of each ({H100_GIB}, an H100)"
+    )
+    parser.add_argument("--config-dir", type=Path)
+    options = parser.parse_intermixed_args(arguments)
+    config = compose(options.overrides, options.config_dir)
+    config, note = with_architecture(config)
+    arch = checked(config)
+    machine = Machine(options.gpus, int(options.gpu_memory_gib * GIB))
+    text, fits = describe(config, arch, machine, note, has_critic=needs_critic(config.algorithm))
+    sys.stdout.write(text)
+    return 0 if fits else 1
+
+
+def with_architecture(config: Config) -> tuple[Config, str]:
+    """``config`` with a ``model.path`` that has a ``config.json``, and what there is to say of it.
+
+    Where the user's folder is not there yet, rltrain's own copy of a model's ``config.json`` stands
+    in, by the folder's name.
+    """
+    path = config.model.path
+    if path is None:
+        return config, "the tiny model"
+    shipped = conf_folder() / "model" / Path(path).name
+    if Path(path).expanduser().is_dir() or not (shipped / "config.json").is_file():
+        return config, path
+    model = config.model.model_copy(update={"path": str(shipped)})
+    note = f"{path} is no folder here: sizes from conf/model/{shipped.name}/config.json"
+    return config.model_copy(update={"model": model}), note
+
+
+def checked(config: Config) -> Architecture:
+    """The architecture of the model, which layout, lengths and replay go with.
+
+    Raises:
+        ValueError: as preflight raises it.
+    """
+    sizes = read_sizes(config)
+    check_layout(config, sizes)
+    if config.algorithm.type == "rl":
+        check_lengths(config, sizes)
+        check_replay(config, sizes)
+    return architecture_of(config)
+
+
+def architecture_of(config: Config) -> Architecture:
+    from rltrain.weights.families import architecture_from_config, read_architecture
+
+    if config.model.path is None:
+        from rltrain.data.tiny_model import tiny_config
+
+        return architecture_from_config(tiny_config(config.model.tiny).to_diff_dict(), "model.tiny")
+    found = read_architecture(config.model.path, config.model.mtp, bridge=config.model.bridge)
+    if found.family == "bridged":
+        raise ValueError(
+            f"{config.model.path}: rltrain does not map this family and cannot count its parameters"
+        )
+    return found

@@ -1,0 +1,167 @@
+"""The text of ``rltrain plan``: placement, batch identity, memory and its arithmetic."""
+
+from collections.abc import Iterable
+from math import ceil
+from typing import TYPE_CHECKING
+
+from rltrain.cli.plan_faults import NODE, find_faults, gpus_needed
+from rltrain.config import Config
+from rltrain.parallel.layers import Pipeline
+from rltrain.parallel.memory import GIB, Term, gib, total
+from rltrain.policy import memory
+from rltrain.rollout.memory import EngineMemory, engine_memory
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.stored import numel, owned
+
+if TYPE_CHECKING:
+    from rltrain.cli.plan import Machine
+
+_SEVERAL_NODES = (
+    "no run spans nodes yet: policy ranks meet through a file of one host, and weights reach the",
+    "engines through its shared memory (controller/worker_group.py, weights/transport.py)",
+)
+RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
+
+
+def describe(
+    config: Config, arch: Architecture, machine: "Machine", note: str, *, has_critic: bool
+) -> tuple[str, bool]:
+    """The whole text, and whether the run fits."""
+    stages = range(config.policy.parallel.pp)
+    policy = [policy_terms(config, arch, stage, has_critic=has_critic) for stage in stages]
+    engine = engine_memory(config, arch, machine.memory) if config.engine_ranks else None
+    blocks = [
+        _model(arch, note),
+        _placement(config, arch, machine, has_critic=has_critic),
+        _batch(config, arch),
+        _policy(config, arch, policy),
+        _engine(config, engine) if engine else [],
+    ]
+    faults = find_faults(config, policy, engine, machine, has_critic=has_critic)
+    verdict = [
+        f"{'does not fit' if faults else 'fits'}: {gib(machine.memory)} a GPU, "
+        f"{gib(max(map(total, policy)))} the fullest policy rank",
+        *(f"  {fault}" for fault in faults),
+    ]
+    text = "\n\n".join("\n".join(block) for block in (*blocks, verdict) if block)
+    return f"{text}\n", not faults
+
+
+def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: bool) -> list[Term]:
+    """All that lies on the GPU of a policy rank of a stage; see `rltrain.policy.memory`."""
+    width = 4 if config.policy.precision.params == "fp32" else 2
+    terms = memory.states(config, memory.count(config, arch, stage), width)
+    if has_critic and config.critic.placement == "shared":
+        terms += memory.critic_states(config, arch, stage, width)
+    return [
+        *terms,
+        *memory.passes(config, arch, stage, width),
+        RESERVE,
+    ]
+
+
+def _model(arch: Architecture, note: str) -> list[str]:
+    count = sum(numel(p) for p in owned(arch) if p.rule.kind != "buffer")
+    experts = f", {arch.num_experts} experts, {arch.experts_per_token} a token"
+    return [
+        f"model: {arch.family}, {count:,} parameters, {arch.num_layers} layers"
+        f"{experts if arch.num_experts else ''}",
+        f"  {note}",
+    ]
+
+
+def _placement(
+    config: Config, arch: Architecture, machine: "Machine", *, has_critic: bool
+) -> list[str]:
+    p, rollout = config.policy.parallel, config.rollout
+    needed = gpus_needed(config, has_critic=has_critic)
+    there = "" if machine.gpus is None else f"; there are {machine.gpus}"
+    lines = [
+        "placement",
+        f"  policy: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} = {p.world_size} ranks; experts "
+        f"over ep {p.ep} x etp {p.etp}",
+        *_stages(config, arch),
+    ]
+    if has_critic:
+        lines.append(f"  critic: {p.world_size} ranks, placement={config.critic.placement}")
+    if config.engine_ranks:
+        lines.append(
+            f"  engines: {rollout.num_engines} x {rollout.tensor_parallel} = "
+            f"{config.engine_ranks} ranks"
+        )
+    nodes = ceil(needed / NODE)
+    lines.append(f"  GPUs: {needed}, {_number(nodes, 'node')} of {NODE}{there}")
+    return [*lines, *(f"    {line}" for line in _SEVERAL_NODES if nodes > 1)]
+
+
+def _stages(config: Config, arch: Architecture) -> list[str]:
+    p = config.policy.parallel
+    pipeline = Pipeline.of(p)
+    lines = []
+    for stage in range(p.pp):
+        chunks = (pipeline.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(p.vpp))
+        spans = ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks)
+        lines.append(f"    stage {stage}: layers {spans}")
+    return lines
+
+
+def _batch(config: Config, arch: Architecture) -> list[str]:
+    trainer, p, policy = config.trainer, config.policy.parallel, config.policy
+    group = config.algorithm.group_size if config.algorithm.type == "rl" else 1
+    update = memory.sequences_per_update(config)
+    sequences = trainer.prompts_per_step * group
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    lines = [
+        "batch",
+        f"  {trainer.prompts_per_step} prompts x {group} responses = {sequences} sequences a step "
+        f"= {_number(trainer.mini_batches, 'update')} x {update} sequences",
+        f"  {update} sequences / dp {p.dp} = {update // p.dp} a data-parallel rank and update, in "
+        f"at most {_number(memory.max_micro_batches(config), 'micro-batch')} of at most "
+        f"{policy.max_tokens_per_micro_batch:,} tokens",
+        f"  at most {sequences:,} x ({config.data.max_prompt_tokens:,} prompt + "
+        f"{config.rollout.max_response_tokens:,} response) = {sequences * longest:,} tokens a step",
+    ]
+    if arch.num_experts and config.routing_replay.capture and config.engine_ranks:
+        width = 1 if arch.num_experts <= 256 else 2
+        layers, k = len(arch.moe_layers), arch.experts_per_token
+        lines.append(
+            f"  routes, in host memory: at most {sequences * longest:,} tokens x {layers} layers x "
+            f"{k} experts x {width} = {gib(sequences * longest * layers * k * width)} a step"
+        )
+    return lines
+
+
+def _policy(config: Config, arch: Architecture, policy: list[list[Term]]) -> list[str]:
+    fullest = max(range(len(policy)), key=lambda stage: total(policy[stage]))
+    parts = memory.count(config, arch, fullest).parts
+    lines = [
+        f"memory of a policy rank; stage {fullest} of {len(policy)} is the fullest",
+        "  it holds " + ", ".join(f"{part} {n:,}" for part, n in parts.items()),
+        *_lines(policy[fullest]),
+    ]
+    if len(policy) > 1:
+        totals = ", ".join(f"{total(terms) / GIB:.1f}" for terms in policy)
+        lines.append(f"  by stage: {totals} GiB")
+    return lines
+
+
+def _engine(config: Config, engine: EngineMemory) -> list[str]:
+    lines = ["memory of an engine rank", *_lines(engine.terms)]
+    lines += ["  besides", *_lines(engine.outside)]
+    if engine.sequences < engine.wanted:
+        lines.append(
+            f"  of {engine.wanted} sequences at once {engine.sequences} can be of full length; "
+            "vLLM lets others wait"
+        )
+    return lines
+
+
+def _lines(terms: Iterable[Term]) -> list[str]:
+    terms = list(terms)
+    found = [f"  {t.nbytes / GIB:9.3f} GiB  {t.what}: {t.how}" for t in terms]
+    return [*found, f"  {total(terms) / GIB:9.3f} GiB"]
+
+
+def _number(count: int, of: str) -> str:
+    plural = "" if count == 1 else "es" if of.endswith("ch") else "s"
+    return f"{count:,} {of}{plural}"

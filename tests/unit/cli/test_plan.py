@@ -1,0 +1,142 @@
+"""``rltrain plan`` says what a run needs, what does not fit, and starts nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rltrain.cli.app import main
+from rltrain.cli.plan import with_architecture
+from rltrain.main import compose
+from rltrain.parallel.memory import GIB
+from rltrain.policy.activations import micro_batches_in_flight
+from rltrain.policy.memory import count, states
+from rltrain.rollout.memory import engine_memory, kv_bytes_per_token
+from rltrain.weights.families import read_architecture
+
+ROOT = Path(__file__).parents[3]
+RECIPE = "+recipe=grpo_qwen3_30b_a3b_8gpu"
+QWEN3 = read_architecture(ROOT / "conf" / "model" / "Qwen3-30B-A3B")
+LATENT = read_architecture(ROOT / "conf" / "model" / "Moonlight-16B-A3B")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int) -> str:
+    assert main(["plan", *arguments]) == status
+    return capsys.readouterr().out
+
+
+def test_the_tiny_recipe_fits_one_gpu_that_the_engine_shares(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed(capsys, "+recipe=grpo_moe_r3", "--gpus", "1", status=0)
+    assert "64 prompts x 8 responses = 512 sequences a step = 4 updates x 128" in text
+    assert "model: qwen3_moe, 2,643,328 parameters, 4 layers, 32 experts, 4 a token" in text
+    text = printed(capsys, "+recipe=grpo_moe_r3", "--gpus=1", "--gpu-memory-gib=10", status=1)
+    assert "policy rank of stage 0: " in text  # 0.4 of the card is the engine's
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["--gpus=7"], "the run needs 8 GPUs, there are 7: lower policy.parallel"),
+        (["policy.recompute=none"], "most is activations"),
+        (["policy.max_tokens_per_micro_batch=32768"], "most is logits"),
+        (["rollout.gpu_memory_utilization=0.99"], "lower rollout.gpu_memory_utilization"),
+        (["rollout.gpu_memory_utilization=0.2"], "holds no sequence of full length"),
+        (["rollout.tensor_parallel=16"], "an engine lies on one node"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_a_remedy(
+    overrides: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, RECIPE, "--gpu-memory-gib=139.8", *overrides, status=1)
+    assert answer in text.partition("\ndoes not fit")[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("policy.parallel.pp=5", "policy.parallel.pp=5: expected the other 5 stages"),
+        ("policy.parallel.tp=8", "expected a divisor of the 4 key-value heads"),
+        ("rollout.max_response_tokens=7999", "max_tokens_per_micro_batch=8192 is less"),
+        ("model.path=models/none", "models/none does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    override: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", RECIPE, override]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_a_folder_of_the_users_own_goes_first(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-30B-A3B"
+    config = compose([RECIPE, f"model.path={folder}"])
+    assert with_architecture(config)[0].model.path == str(ROOT / "conf" / "model" / "Qwen3-30B-A3B")
+    folder.mkdir()
+    assert with_architecture(config) == (config, str(folder))
+
+
+def test_a_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "+recipe=grpo_moe_r3", "algorithm.kl.coef=0.01", status=0)
+    assert "  reference: 2,643,328 x 2\n" in text
+    # 272 rows of 128 less one row.
+    text = printed(capsys, "+recipe=ppo_moe_r3", status=0)
+    assert f"critic's gradients: {2_643_584 - 271 * 128:,} x 4" in text
+    assert "GPUs: 2," in text
+    text = printed(capsys, "+recipe=ppo_moe_r3", "critic.placement=own", status=0)
+    assert "GPUs: 3," in text and "critic's" not in text.partition("memory of a policy")[2]
+
+
+def test_optimizer_state_is_shared_out_over_the_ranks_with_the_same_parameters() -> None:
+    def optimizer(**sizes: int) -> int:
+        layout = [f"+policy.parallel.{name}={size}"[1:] for name, size in sizes.items()]
+        config = compose(["model=Qwen3-30B-A3B", *layout])
+        terms = states(config, count(config, QWEN3, 0), 2)
+        return {term.what: term.nbytes for term in terms}["optimizer"]
+
+    dense, experts = 30_532_122_624 - 28_991_029_248, 28_991_029_248
+    assert optimizer() == 12 * (dense + experts)
+    assert optimizer(dp=8) == 12 * (dense + experts) // 8
+    assert optimizer(dp=8, ep=8) == 12 * (dense // 8 + experts // 8)
+    assert optimizer(dp=8, ep=4) == 12 * (dense // 8 + experts // 4 // 2)
+    assert optimizer(dp=2, cp=2) == 12 * (dense + experts) // 4
+
+
+def test_how_many_micro_batches_wait() -> None:
+    def waiting(stage: int, micro_batches: int, **sizes: int) -> int:
+        layout = [f"policy.parallel.{name}={size}" for name, size in sizes.items()]
+        return micro_batches_in_flight(compose(layout).policy, stage, micro_batches)
+
+    assert [waiting(stage, 9, pp=4) for stage in range(4)] == [4, 3, 2, 1]
+    assert [waiting(stage, 2, pp=4) for stage in range(4)] == [2, 2, 2, 1]
+    # Of chunks: 2 for each stage that follows, one round of the stages, and the one at work.
+    assert [waiting(stage, 8, pp=2, vpp=2) for stage in range(2)] == [5, 3]
+
+
+def test_what_an_engine_keeps_of_a_token() -> None:
+    assert kv_bytes_per_token(QWEN3, 1, 2) == 48 * 2 * 4 * 128 * 2
+    assert kv_bytes_per_token(QWEN3, 2, 2) == 48 * 2 * 2 * 128 * 2
+    assert kv_bytes_per_token(QWEN3, 8, 2) == 48 * 2 * 1 * 128 * 2  # a head is never cut
+    assert kv_bytes_per_token(LATENT, 4, 2) == 27 * (512 + 64) * 2
+
+
+def test_an_engine_in_fp8_has_half_the_matrices() -> None:
+    plain, quantized = (
+        engine_memory(compose([RECIPE, f"rollout.quantization={q}"]), QWEN3, 80 * GIB).terms
+        for q in ("none", "fp8")
+    )
+    bf16 = plain[0].nbytes
+    rest, matrices = quantized[0].nbytes, quantized[1].nbytes
+    assert bf16 == 2 * 15_272_458_240
+    assert rest + 2 * matrices == pytest.approx(bf16, rel=1e-3)
+
+
+def test_it_loads_neither_megatron_nor_vllm() -> None:
+    code = (
+        "import sys; from rltrain.cli.app import main; "
+        f"assert main(['plan', '{RECIPE}', '--gpu-memory-gib=139.8']) == 0; "
+        "sys.exit(bool({'megatron', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
