@@ -122,8 +122,7 @@ def value_objective(
         This micro-batch's share of the loss (scalar), and its sums.
     """
     counted, clipped = weights != 0, torch.zeros_like(weights, dtype=torch.bool)
-    values, old_values = _where(counted, values), _where(counted, old_values)
-    returns = _where(counted, returns)
+    values = _where(counted, values)
     loss = (values - returns).square() / 2
     if clip is not None:
         moved = old_values + (values - old_values).clamp(-clip, clip)

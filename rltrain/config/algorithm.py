@@ -80,7 +80,7 @@ class CorrectionConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def k3_is_0_where_nothing_is_wrong(self) -> Self:
+    def k3_has_no_lower_bound(self) -> Self:
         if self.reject == "k3" and self.reject_min > 0:
             raise ValueError(
                 f"reject=k3 with reject_min={self.reject_min} takes out every sequence on which "

@@ -53,9 +53,10 @@ SAMPLED_GROUPS = "prompts sampled in the step"
 COMPARED = "responses with a token to compare"
 CORRECTED = "response tokens of the loss before rejection"
 CORRECTED_SEQUENCES = "responses with such a token"
-ADVANTAGES = "response tokens of scored responses"
+SCORED_TOKENS = "response tokens of scored responses"
 HELD_OUT = "held-out problems"
 LOSS_TOKENS = "tokens in the loss, mean over the step's updates"
+AGGREGATED = "by algorithm.aggregation, mean over the step's updates"
 UPDATES = "optimizer updates of the step"
 ROWS = "captured rows x layers"
 
@@ -128,7 +129,7 @@ LEARNING = (
     _learning("reward/std", "standard deviation of the reward", SCORED, "reward"),
     _learning(
         "reward/shaped_mean",
-        "mean reward after overlong penalty and KL, as advantages are made of it",
+        "mean reward less the penalty of algorithm.overlong, where it takes one",
         SCORED,
         "reward",
         better="higher",
@@ -146,8 +147,8 @@ LEARNING = (
     _learning(
         "group/kept_fraction", "groups that dynamic sampling kept", SAMPLED_GROUPS, better="higher"
     ),
-    _learning("advantage/mean", "mean advantage", ADVANTAGES),
-    _learning("advantage/std", "standard deviation of the advantage", ADVANTAGES),
+    _learning("advantage/mean", "mean advantage", "tokens in the loss"),
+    _learning("advantage/std", "standard deviation of the advantage", "tokens in the loss"),
     _learning("advantage/min", "smallest advantage", "-"),
     _learning("advantage/max", "largest advantage", "-"),
     _learning(
@@ -313,10 +314,7 @@ ROLLOUT = (
         better="lower",
     ),
     _rollout(
-        "rollout/staleness",
-        "weight versions by which the policy is ahead of the rollouts' engine",
-        SEQUENCES,
-        "syncs",
+        "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
     ),
     _rollout("rollout/num_tokens", "prompt and response tokens", "-", "tokens"),
     _rollout("rollout/weight_version", "smallest weight version among the rollouts", "-", "syncs"),
@@ -324,8 +322,8 @@ ROLLOUT = (
 
 _policy = partial(Metric, section="policy")
 POLICY = (
-    _policy("policy/loss", "the loss that was minimized", "algorithm.aggregation"),
-    _policy("policy/policy_loss", "the loss without KL and entropy", "algorithm.aggregation"),
+    _policy("policy/loss", "the loss that was minimized", AGGREGATED),
+    _policy("policy/policy_loss", "the loss without KL and entropy", AGGREGATED),
     _policy("policy/ratio_mean", "E[ratio], the ratio as algorithm.loss has it", LOSS_TOKENS),
     _policy("policy/ratio_min", "smallest ratio", "-"),
     _policy("policy/ratio_max", "largest ratio", "-"),
@@ -353,16 +351,16 @@ POLICY = (
         "updates",
         better="lower",
     ),
-    _policy("value/loss", "max((V - R)^2, (clipped V - R)^2) / 2", "algorithm.aggregation"),
+    _policy("value/loss", "max((V - R)^2, (clipped V - R)^2) / 2", AGGREGATED),
     _policy("value/clip_fraction", "tokens whose clipped error is the larger", LOSS_TOKENS),
     _policy(
         "value/explained_variance",
         "1 - Var[R - V] / Var[R], V before the update; left out where R is constant",
-        ADVANTAGES,
+        SCORED_TOKENS,
         better="higher",
     ),
-    _policy("value/mean", "E[V], V before the update", ADVANTAGES, "reward"),
-    _policy("value/return_mean", "E[R], what V is to learn", ADVANTAGES, "reward"),
+    _policy("value/mean", "E[V], V before the update", SCORED_TOKENS, "reward"),
+    _policy("value/return_mean", "E[R], what V is to learn", SCORED_TOKENS, "reward"),
     _policy("value/grad_norm", "the critic's gradient norm before clipping", UPDATES),
     _policy("value/lr", "the critic's learning rate of the last update", "-"),
     _policy("own/{stat}", "a statistic of one's own algorithm.loss, by its name", LOSS_TOKENS),

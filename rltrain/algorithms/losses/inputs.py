@@ -34,7 +34,8 @@ class TokenLoss:
     loss: Tensor  # with gradient  # [S]
     ratio: Tensor  # the importance ratio that the loss is made of  # [S]
     stats: Mapping[str, Tensor] = field(default_factory=dict)
-    """Whatever has a mean over the loss tokens to be logged, as ``policy/NAME``.  # [S] each"""
+    """Whatever has a mean over the loss tokens to be logged: clip fractions as ``policy/NAME``, and
+    what a loss of one's own adds as ``own/NAME``.  # [S] each"""
 
 
 def clip_stats(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> dict[str, Tensor]:

@@ -1,155 +1,175 @@
-"""Losses, KL estimators, weights and the objective against formulas written out in numpy."""
+"""The objective, its denominators and its sums, against the formulas in numpy."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
-from rltrain.algorithms.kl import kl_estimate
-from rltrain.algorithms.losses import clipped_surrogate, importance_ratio, is_clipped
-from rltrain.algorithms.objective import grpo_objective, sft_objective
-from rltrain.algorithms.reduce import loss_weights, weighted_sum
+from rltrain.algorithms.objective import Targets, policy_objective, sft_objective, value_objective
+from rltrain.algorithms.reduce import Aggregation, loss_weights, weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
+from tests.unit.algorithms import reference
+from tests.unit.algorithms.batches import Ragged, ragged, rare
+from tests.unit.algorithms.test_losses import mean_over
+
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
+MAX_RESPONSE = 7
+KL_COEF, ENTROPY_COEF = 0.3, 0.1
 
 
-def a_batch(seed: int, num_sequences: int = 6) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    lens = torch.randint(1, 7, (num_sequences,), generator=g)
-    n = int(lens.sum())
-    return {
-        "seq_lens": lens,
-        "mask": torch.rand(n, generator=g) < 0.6,
-        "logprobs": -torch.rand(n, generator=g) * 3,
-        "old": -torch.rand(n, generator=g) * 3,
-        "ref": -torch.rand(n, generator=g) * 3,
-        "entropy": torch.rand(n, generator=g),
-        "advantages": torch.randn(n, generator=g),
-    }
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@given(batch=ragged())
+@rare
+def test_weights_equal_the_formula(aggregation: Aggregation, batch: Ragged) -> None:
+    found = loss_weights(batch.loss_mask, batch.lens, aggregation, MAX_RESPONSE)
+    expected = reference.weights(batch, aggregation, MAX_RESPONSE)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
 
 
-def numpy_loss(b: dict[str, torch.Tensor], config: AlgorithmConfig) -> float:
-    """arXiv:1707.06347 equation 7 with two clip ranges, summed token by token."""
-    x = {k: v.double().numpy() for k, v in b.items() if k != "mask"}
-    mask = b["mask"].numpy()
-    per_token = []
-    for t in range(len(mask)):
-        r = np.exp(x["logprobs"][t] - x["old"][t])
-        a = x["advantages"][t]
-        clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
-        log_r = x["ref"][t] - x["logprobs"][t]
-        kl = {"k1": -log_r, "k2": log_r**2 / 2, "k3": np.exp(log_r) - 1 - log_r}[
-            config.kl_estimator
-        ]
-        value = -min(r * a, clipped * a) + config.kl_coef * kl
-        per_token.append(value - config.entropy_coef * x["entropy"][t])
-    ends = np.cumsum(b["seq_lens"].numpy())
-    spans = list(zip(ends - b["seq_lens"].numpy(), ends, strict=True))
-    if config.aggregation == "token_mean":
-        return float(sum(v for v, m in zip(per_token, mask, strict=True) if m) / max(1, mask.sum()))
-    means = [np.mean(np.asarray(per_token[s:e])[mask[s:e]]) for s, e in spans if mask[s:e].any()]
-    return float(np.mean(means)) if means else 0.0
-
-
-@given(
-    st.integers(0, 10_000),
-    st.sampled_from(["token_mean", "sequence_mean"]),
-    st.sampled_from(["k1", "k2", "k3"]),
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", (1 + 2 + 3 + 8) / 4),
+        ("sequence_mean_token_mean", ((1 + 2 + 3) / 3 + 8) / 2),
+        ("sequence_mean_token_sum", (1 + 2 + 3 + 8) / 2),
+        ("constant", (1 + 2 + 3 + 8) / (3 * 10)),
+    ],
 )
-def test_objective_equals_the_formula(seed: int, aggregation: str, kl: str) -> None:
+def test_two_responses_by_hand(aggregation: Aggregation, expected: float) -> None:
+    """Three tokens in the loss, one, and a third response that was filtered out."""
+    mask = torch.tensor([False, True, True, True, True, False, False, False])
+    per_token = torch.tensor([9.0, 1.0, 2.0, 3.0, 8.0, 9.0, 9.0, 9.0])
+    weights = loss_weights(mask, torch.tensor([4, 2, 2]), aggregation, 10)
+    assert float(weighted_sum(weights, per_token)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "pg"])
+@given(batch=ragged())
+@rare
+def test_loss_gradient_and_sums_equal_the_formula(name: str, where: str, batch: Ragged) -> None:
     config = AlgorithmConfig(
-        aggregation=aggregation, kl_estimator=kl, kl_coef=0.3, entropy_coef=0.1, clip_high=0.3
+        loss=name,
+        dual_clip=1.5,
+        clip_high=0.3,
+        entropy_coef=ENTROPY_COEF,
+        kl={"coef": KL_COEF, "where": where, "estimator": "k2"},  # type: ignore[arg-type]
     )
-    b = a_batch(seed)
-    weights = loss_weights(b["mask"], b["seq_lens"], config.aggregation)
-    loss, sums = grpo_objective(
-        b["logprobs"],
-        b["entropy"],
-        old_logprobs=b["old"],
-        ref_logprobs=b["ref"],
-        advantages=b["advantages"],
-        weights=weights,
+    logprobs, entropy, advantages = batch.logprobs(1), -batch.logprobs(2), batch.noise(3)
+    old, ref = logprobs + batch.noise(4), logprobs + batch.noise(5)
+    weights = reference.weights(batch, "sequence_mean_token_mean", MAX_RESPONSE)
+    correction = np.abs(batch.noise(6))
+    given_logprobs = torch.tensor(logprobs, requires_grad=True)
+    loss, sums = policy_objective(
+        given_logprobs,
+        torch.tensor(entropy),
+        Targets(*map(torch.tensor, (old, advantages, weights, ref, correction))),
+        sequence_mean=mean_over(batch),
         config=config,
+        kl_coef=KL_COEF,
     )
-    assert float(loss) == pytest.approx(numpy_loss(b, config), rel=1e-4, abs=1e-5)
-    assert float(sums.totals["tokens"]) == int(b["mask"].sum())
+    loss.backward()
+
+    token = reference.token_losses(name, batch, logprobs, old, advantages, config)
+    kl = np.array([reference.kl(p, r, "k2") for p, r in zip(logprobs, ref, strict=True)])
+    coef = KL_COEF if where == "loss" else 0.0
+    policy = float(np.sum(weights * correction * token["loss"]))
+    total = policy + float(np.sum(weights * (coef * kl[:, 0] - ENTROPY_COEF * entropy)))
+    slope = weights * (correction * token["slope"] + coef * kl[:, 1])
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-6, abs=1e-9)
+    assert float(sums.totals["policy_loss"]) == pytest.approx(policy, rel=1e-6, abs=1e-9)
+    assert given_logprobs.grad is not None
+    np.testing.assert_allclose(given_logprobs.grad.numpy(), slope, rtol=1e-6, atol=1e-9)
+
+    mask = np.array(batch.mask, dtype=bool)
+    d = np.clip(logprobs - old, -20, 20)
+    expected = {
+        "tokens": mask,
+        "ratio": token["ratio"],
+        "kl": np.exp(d) - 1 - d,
+        "entropy": entropy,
+        "ref_kl": kl[:, 0],
+    }
+    for key, values in expected.items():
+        assert float(sums.totals[key]) == pytest.approx(float(values[mask].sum()), rel=1e-5)
+    for stat, key in (("low", "clip_fraction_low"), ("high", "clip_fraction_high")):
+        if name != "pg":
+            assert float(sums.totals[f"stat/{key}"]) == token[stat].sum()
+    if mask.any():
+        assert float(sums.maxima["ratio_max"]) == pytest.approx(token["ratio"][mask].max())
+        assert float(-sums.maxima["ratio_min"]) == pytest.approx(token["ratio"][mask].min())
+        assert float(sums.maxima["entropy_max"]) == max(0.0, entropy[mask].max())
 
 
-@given(st.integers(0, 10_000), st.sampled_from(["token_mean", "sequence_mean"]), st.integers(1, 6))
-def test_loss_and_gradient_do_not_depend_on_the_cut(
-    seed: int, aggregation: str, parts: int
-) -> None:
-    config, b = AlgorithmConfig(aggregation=aggregation), a_batch(seed)
-    weights = loss_weights(b["mask"], b["seq_lens"], config.aggregation)
-
-    def loss_and_grad(num_parts: int) -> tuple[float, torch.Tensor]:
-        logprobs = b["logprobs"].double().requires_grad_()
-        pieces = zip(
-            *(
-                x.tensor_split(num_parts)
-                for x in (logprobs, b["entropy"], b["old"], b["advantages"], weights)
-            ),
-            strict=True,
-        )
-        total = sum(
-            grpo_objective(
-                lp, h, old_logprobs=old, ref_logprobs=None, advantages=a, weights=w, config=config
-            )[0]
-            for lp, h, old, a, w in pieces
-            if len(lp)
-        )
-        assert isinstance(total, torch.Tensor)
-        total.backward()
-        assert logprobs.grad is not None
-        return float(total.detach()), logprobs.grad
-
-    (loss, grad), (cut_loss, cut_grad) = loss_and_grad(1), loss_and_grad(parts)
-    assert cut_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)
-    torch.testing.assert_close(cut_grad, grad)
+@pytest.mark.parametrize("clip", [None, 0.2])
+@given(batch=ragged())
+@rare
+def test_value_loss_equals_the_formula(clip: float | None, batch: Ragged) -> None:
+    values, old, returns = batch.noise(1), batch.noise(2), batch.noise(3)
+    weights = reference.weights(batch, "token_mean", MAX_RESPONSE)
+    given_values = torch.tensor(values, requires_grad=True)
+    targets = {"old_values": old, "returns": returns, "weights": weights}
+    tensors = {key: torch.tensor(x) for key, x in targets.items()}
+    loss, sums = value_objective(given_values, clip=clip, **tensors)
+    loss.backward()
+    total, slopes, clipped = 0.0, np.zeros(len(values)), 0
+    for t in (t for own in reference.tokens(batch) for t in own):
+        error, slope = (values[t] - returns[t]) ** 2 / 2, values[t] - returns[t]
+        if clip is not None:
+            moved = min(max(values[t], old[t] - clip), old[t] + clip)
+            if (moved - returns[t]) ** 2 / 2 > error:
+                error, slope = (moved - returns[t]) ** 2 / 2, moved - returns[t]
+                slope = 0.0 if moved != values[t] else slope
+                clipped += 1
+        total, slopes[t] = total + weights[t] * error, weights[t] * slope
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-9, abs=1e-12)
+    assert float(sums.totals["clipped"]) == clipped
+    assert given_values.grad is not None
+    np.testing.assert_allclose(given_values.grad.numpy(), slopes, rtol=1e-9, atol=1e-12)
 
 
-@given(st.integers(0, 10_000))
-def test_weights_sum_to_one(seed: int) -> None:
-    b = a_batch(seed)
-    for aggregation in ("token_mean", "sequence_mean"):
-        total = float(loss_weights(b["mask"], b["seq_lens"], aggregation).sum())
-        assert total == pytest.approx(1.0 if b["mask"].any() else 0.0, abs=1e-5)
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "pg"])
+def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(name: str) -> None:
+    config = AlgorithmConfig(
+        loss=name,
+        dual_clip=2.0,
+        entropy_coef=0.1,
+        kl={"coef": 0.1},  # type: ignore[arg-type]
+    )
+    clean = torch.tensor([-1.0, 0.0, -2.0])
+    for garbage in (math.nan, math.inf, -math.inf):
+        spoiled = torch.tensor([-1.0, garbage, -2.0])
+        weights = torch.tensor([0.5, 0.0, 0.5])
+
+        def slopes(given: torch.Tensor, weights: torch.Tensor = weights) -> list[torch.Tensor]:
+            logprobs, entropy = given.clone().requires_grad_(), given.clone().requires_grad_()
+            targets = Targets(given - 0.1, -given, weights, given + 0.2, given.abs())
+            loss, sums = policy_objective(
+                logprobs, entropy, targets, sequence_mean=lambda x: x, config=config, kl_coef=0.1
+            )
+            loss.backward()
+            assert logprobs.grad is not None and entropy.grad is not None
+            logged = [*sums.totals.values(), *sums.maxima.values()]
+            return [loss.detach(), logprobs.grad, entropy.grad, *logged]
+
+        for found, expected in zip(slopes(spoiled), slopes(clean), strict=True):
+            assert torch.equal(found, expected)
 
 
-def test_nan_outside_the_weights_stays_out() -> None:
-    values = torch.tensor([1.0, float("nan")], requires_grad=True)
-    total = weighted_sum(torch.tensor([0.5, 0.0]), values)
-    total.backward()
-    assert float(total.detach()) == 0.5
-    assert values.grad is not None and values.grad.tolist() == [0.5, 0.0]
-
-
-def test_on_policy_ratio_is_one_and_nothing_is_clipped() -> None:
-    logprobs, advantages = -torch.rand(9), torch.randn(9)
-    ratio = importance_ratio(logprobs, logprobs)
-    assert (ratio == 1).all()
-    assert not is_clipped(ratio, advantages, clip_low=0.2, clip_high=0.2).any()
-    loss = clipped_surrogate(ratio, advantages, clip_low=0.2, clip_high=0.2)
-    torch.testing.assert_close(loss, -advantages)
-
-
-def test_clipped_tokens_have_no_gradient() -> None:
-    ratio = torch.tensor([1.5, 0.5, 1.5, 0.5], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0])
-    clip = {"clip_low": 0.2, "clip_high": 0.28}
-    clipped_surrogate(ratio, advantages, **clip).sum().backward()
-    assert ratio.grad is not None and ratio.grad.tolist() == [0.0, 0.0, 1.0, -1.0]
-    assert is_clipped(ratio, advantages, **clip).tolist() == [True, True, False, False]
-
-
-def test_kl_of_equal_policies_is_zero_and_k3_is_never_negative() -> None:
-    logprobs = -torch.rand(20)
-    for kind in ("k1", "k2", "k3"):
-        assert (kl_estimate(logprobs, logprobs, kind) == 0).all()
-    assert (kl_estimate(logprobs, -torch.rand(20), "k3") >= -1e-6).all()
+def test_garbage_off_the_mask_reaches_no_value() -> None:
+    values = torch.tensor([1.0, math.nan], requires_grad=True)
+    targets = {"old_values": values.detach(), "returns": torch.tensor([3.0, math.nan])}
+    loss, _ = value_objective(values, weights=torch.tensor([1.0, 0.0]), clip=0.2, **targets)
+    loss.backward()
+    assert float(loss.detach()) == 2.0
+    assert values.grad is not None and values.grad.tolist() == [-2.0, 0.0]
 
 
 def test_sft_is_the_mean_negative_log_likelihood() -> None:
-    logprobs = torch.tensor([-1.0, -2.0, -4.0])
+    logprobs = torch.tensor([math.nan, -2.0, -4.0], requires_grad=True)
     loss, _ = sft_objective(logprobs, weights=torch.tensor([0.0, 0.5, 0.5]))
-    assert float(loss) == 3.0
+    loss.backward()
+    assert float(loss.detach()) == 3.0
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, -0.5, -0.5]

@@ -103,6 +103,7 @@ IMPOSSIBLE = [
         "mode=r2 replays none",
         "only replayed rows fall back",
     ),
+    ({"algorithm.correction.reject": "k3"}, "reject_min=0.5", "k3 has no lower bound"),
     (
         {"algorithm.bypass_old_logprobs": True, "routing_replay.mode": "r2"},
         "mode=r2, fallback=error records the routes",

@@ -21,13 +21,15 @@ def test_the_page_is_current():
 def test_every_name_is_area_slash_name_and_stands_once():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
-    part = r"/([a-z_0-9]+|layer_\{layer\}|part_\{part\})"
+    part = r"/([a-z_0-9]+|layer_\{layer\}|part_\{part\}|\{stat\})"
     assert all(re.fullmatch(rf"[a-z_0-9]+({part})+", name) for name in names)
 
 
 def test_a_name_matches_one_entry_only():
     for metric in METRICS:
-        name = metric.name.replace("{layer}", "3").replace("{part}", "3")
+        name = (
+            metric.name.replace("{layer}", "3").replace("{part}", "3").replace("{stat}", "fish_2")
+        )
         assert [m for m in METRICS if m.pattern.fullmatch(name)] == [metric]
         assert find(name) is metric
 
@@ -57,6 +59,7 @@ def test_a_value_that_is_no_number_is_refused(value):
 def test_what_mismatch_computes_is_in_the_catalogue():
     ones = torch.ones(3, dtype=torch.bool)
     for area in ("mismatch", "mismatch_native"):
-        metrics = mismatch_metrics(torch.zeros(3), torch.zeros(3), ones, ones, area=area)
+        pair, lens = (torch.tensor([-1.0, -2.0, -3.0]),) * 2, torch.tensor([3])
+        metrics = mismatch_metrics(*pair, ones, lens, ones, area=area)
         check(metrics)
         assert set(metrics) == {m.name for m in METRICS if m.name.startswith(f"{area}/")}
