@@ -250,7 +250,7 @@ def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> di
         return dict(zip(names, summed, strict=True)) | {"grad norm": norm}
 
     found: dict[str, Tensor] = {}
-    _check_routers(worker)
+    _check_parts(worker)
     if case.resumes is None:
         found["values at the start"] = values()
         _set_head(worker, reference["head"])
@@ -275,14 +275,16 @@ def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> di
     return {n: x.contiguous() for n, x in found.items()}
 
 
-def _check_routers(worker: "CriticWorker") -> None:
-    """None can replay, and none is asked to."""
+def _check_parts(worker: "CriticWorker") -> None:
+    """No router can replay, and none is asked to; nothing predicts further tokens."""
     from rltrain.policy.model import decoder_routers
 
     routers = [r for chunk in worker.chunks for r in decoder_routers(chunk).values()]
     assert all(router.router_replay is None for router in routers)
     assert worker.model.route_layers == []
     assert bool(routers) == (worker.arch.num_experts > 0)
+    names = [name for chunk in worker.chunks for name, _ in chunk.named_parameters()]
+    assert not [name for name in names if "mtp" in name]
 
 
 def _check_imported_weights(folder: Path, worker: "CriticWorker") -> None:

@@ -82,7 +82,8 @@ def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     critic.begin_step(batch.select(rows))
     torch.testing.assert_close(critic.values(), saved[batch.token_index(rows)])
 
-    policy = object.__new__(PolicyGroup)
+    policy = object.__new__(PolicyGroup)  # that no run without one has saved
+    policy._config = config()
     with pytest.raises(ValueError, match="saved by a run without a policy"):
         checkpoint.restore(folder, tmp_path, [policy, critic], config().checkpoint)
     with pytest.raises(RuntimeError, match=r"^critic\.values: IndexError"):
