@@ -14,7 +14,7 @@ from rltrain.controller import checkpoint, stages
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.critic_stages import value_metrics
 from rltrain.controller.evaluation import Evaluator
-from rltrain.controller.invariants import FirstStep, block, check_first_step
+from rltrain.controller.invariants import FirstStep, block, check_first_step, require
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.weight_sync import check_weight_sync, sync_weights
@@ -78,6 +78,9 @@ class Trainer:
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
                 batch = self.score_reference(batch)
+        # Paired before the step's end, where the reference may become another.
+        first = step == max(self.resumed_after, self.warmup_steps) + 1
+        paired = self.pair_reference(batch) if first else None
         if self.critic is not None:
             with timer.phase("values"):
                 self.critic.begin_step(batch)
@@ -106,8 +109,8 @@ class Trainer:
             with timer.phase("checkpoint"):
                 self.save(step)
         self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
-        if step == max(self.resumed_after, self.warmup_steps) + 1:
-            self.check_invariants(step, batch, updates, metrics)
+        if first:
+            self.check_invariants(step, batch, paired, updates, metrics)
 
     # The stages
 
@@ -228,12 +231,17 @@ class Trainer:
         return {"policy/kl_coef": used}
 
     def check_invariants(
-        self, step: int, batch: Batch, updates: Sequence[Updated], metrics: dict[str, float]
+        self,
+        step: int,
+        batch: Batch,
+        paired: Batch | None,
+        updates: Sequence[Updated],
+        metrics: dict[str, float],
     ) -> None:
         """Print what must hold in a first step, and end the run unless it does.
 
         Raises:
-            RuntimeError: naming what failed, where ``trainer.invariants=stop``.
+            RuntimeError: as `invariants.require`, where ``trainer.invariants=stop``.
         """
         params = self.config.policy.precision.params
         auto: Literal["fp32", "bf16"] = "fp32" if self.spec.device == "cpu" else "bf16"
@@ -242,7 +250,7 @@ class Trainer:
             updates=updates,
             metrics=metrics,
             is_fresh=self.resumed_after == 0,
-            paired=self.pair_reference(batch),
+            paired=paired,
             native_losses=self.policy.call("native_losses")[0],
             precision=auto if params == "auto" else params,
             vocab_size=self.arch.vocab_size,
@@ -251,13 +259,8 @@ class Trainer:
         checks = check_first_step(first, self.config)
         logger.info("%s", block(checks, step))
         self.tracker.invariants(step, [asdict(check) for check in checks])
-        failed = [check.name for check in checks if check.state == "fail"]
-        if failed and self.config.trainer.invariants == "stop":
-            raise RuntimeError(
-                f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}"
-                f"\n{block(checks, step)}\nThe trainer and its engine do not compute the same "
-                "policy. Look there first; trainer.invariants=warn goes on regardless"
-            )
+        if self.config.trainer.invariants == "stop":
+            require(checks, step)
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
