@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from rltrain.algorithms.advantages import ADVANTAGES
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.stages import (
     overlong_penalty,
+    reward_metrics,
     update_metrics,
     with_advantages,
     with_rewards,
@@ -86,6 +88,21 @@ def test_a_failed_reward_leaves_baseline_and_loss() -> None:
     advantages, weights = weighed.require("advantages", "loss_weights")
     assert not advantages[:7].any() and not weights[:4].any()
     assert metrics["advantage/max"] == 0.5
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_where_every_reward_failed_nothing_is_learned(advantage: str) -> None:
+    batch = sampled([None, None, None, None])
+    cfg = config(advantage=advantage, overlong={"buffer_tokens": 2})
+    batch, metrics = with_token_rewards(batch, cfg.algorithm, 4, 0.0)
+    batch = batch.with_fields(values=torch.ones(batch.num_tokens))
+    batch, found = with_advantages(batch, cfg)
+    assert not metrics | found
+    assert not any(values.any() for values in batch.require("advantages", "loss_weights"))
+    assert reward_metrics(batch, num_timeouts=3) == {
+        "reward/failed_fraction": 1 / 4,
+        "reward/timeout_fraction": 3 / 4,
+    }
 
 
 def test_each_mini_batch_has_its_own_denominator() -> None:
