@@ -1,6 +1,6 @@
 """What the controller computes on a batch between two calls to its actors. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -256,6 +256,35 @@ def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, f
         **{f"routing/gate_mass/layer_{layer}": value for layer, value in gates.items()},
         "routing/differing_row_fraction": len(first) / num_rows,
         **({"routing/first_differing_layer": float(first.float().mean())} if len(first) else {}),
+    }
+
+
+def mismatch_over_entropy(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The mismatch in units of what there is to disagree about; nothing without both."""
+    k3, entropy = metrics.get("mismatch/k3"), metrics.get("policy/entropy", 0.0)
+    return {} if k3 is None or entropy <= 0 else {"policy/mismatch_over_entropy": k3 / entropy}
+
+
+def load_metrics(load: Mapping[int, Tensor]) -> dict[str, float]:
+    """How unevenly the rollout's response rows lie on the experts: an expert's share of a layer's
+    rows times E, less 1.
+
+    Args:
+        load: layer -> rows of each expert  # [E]
+    """
+    violations = {
+        layer: rows.double() * len(rows) / rows.sum() - 1
+        for layer, rows in load.items()
+        if rows.any()
+    }
+    if not violations:
+        return {}
+    whole = torch.stack(list(violations.values()))
+    return {
+        "routing/load_max": float(whole.max()),
+        "routing/load_min": float(whole.min()),
+        "routing/load_mean": float(whole.abs().mean()),
+        **{f"routing/load_max/layer_{n}": float(v.max()) for n, v in violations.items()},
     }
 
 

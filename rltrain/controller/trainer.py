@@ -93,6 +93,7 @@ class Trainer:
             with timer.phase("update"):
                 updates = self.update(batch)
                 metrics |= stages.update_metrics(updates, self.config.trainer.mini_batches)
+                metrics |= stages.mismatch_over_entropy(metrics)
                 if self.arch.moe_layers:
                     metrics["routing/padded_fraction"] = self.policy.padded_fraction
         metrics |= self.adapt_reference(step, batch, metrics)
@@ -158,6 +159,7 @@ class Trainer:
         flipped = native.agreement.flipped
         return {
             **stages.overlap_metrics(scored.agreement, self.arch.experts_per_token),
+            **stages.load_metrics(scored.agreement.load),
             **mismatch_metrics(scored.logprobs, *compared, flipped),
             **mismatch_metrics(native.logprobs, *compared, flipped, area="mismatch_native"),
             "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
