@@ -36,7 +36,7 @@ def case(
     batch = Batch(
         tokens=torch.zeros(n, dtype=torch.int64),
         seq_lens=torch.tensor(lens),
-        response_mask=torch.ones(n, dtype=torch.bool),
+        response_mask=torch.from_numpy(rng.random(n) < 0.7),
         rollout_expert_indices=stored[0],
         route_mask=mask,
     )
