@@ -186,6 +186,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/num_tokens": float(batch.num_tokens),
+        "rollout/num_response_tokens": float(lengths.sum()),
     }
     if batch.truncated is not None:
         metrics["rollout/truncated_fraction"] = float(batch.truncated.float().mean())

@@ -75,9 +75,12 @@ class Trainer:
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
             metrics |= self.compare_with_native(batch, scored)
+        is_first = step == max(self.resumed_after, self.warmup_steps) + 1
+        paired = None
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
                 batch = self.score_reference(batch)
+                paired = self.pair_reference(batch) if is_first else None
         if self.critic is not None:
             with timer.phase("values"):
                 self.critic.begin_step(batch)
@@ -106,9 +109,9 @@ class Trainer:
         if self.saves(step):
             with timer.phase("checkpoint"):
                 self.save(step)
-        self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
-        if step == max(self.resumed_after, self.warmup_steps) + 1:
-            self.check_invariants(step, batch, updates, metrics)
+        self.tracker.log(step, metrics | throughput(metrics, timer.metrics()))
+        if is_first:
+            self.check_invariants(step, batch, paired, updates, metrics)
 
     # The stages
 
@@ -179,8 +182,8 @@ class Trainer:
     def pair_reference(self, batch: Batch) -> Batch | None:
         """``batch`` with a reference that was scored as the policy was: a fresh run's is the same
         model. None where the policy was not scored at all."""
-        algorithm, replay = self.config.algorithm, self.config.routing_replay
-        if algorithm.kl.coef == 0 or algorithm.bypass_old_logprobs or self.resumed_after:
+        replay = self.config.routing_replay
+        if self.config.algorithm.bypass_old_logprobs or self.resumed_after:
             return None
         if replay.mode != "r3" or replay.reference == "replay":
             return batch
@@ -230,9 +233,17 @@ class Trainer:
         return {"policy/kl_coef": used}
 
     def check_invariants(
-        self, step: int, batch: Batch, updates: Sequence[Updated], metrics: dict[str, float]
+        self,
+        step: int,
+        batch: Batch,
+        paired: Batch | None,
+        updates: Sequence[Updated],
+        metrics: dict[str, float],
     ) -> None:
         """Print what must hold in a first step, and end the run unless it does.
+
+        Args:
+            paired: see `pair_reference`
 
         Raises:
             RuntimeError: naming what failed, where ``trainer.invariants=stop``.
@@ -244,7 +255,7 @@ class Trainer:
             updates=updates,
             metrics=metrics,
             is_fresh=self.resumed_after == 0,
-            paired=self.pair_reference(batch),
+            paired=paired,
             native_losses=self.policy.call("native_losses")[0],
             precision=auto if params == "auto" else params,
             vocab_size=self.arch.vocab_size,
@@ -302,10 +313,11 @@ class Trainer:
             check_weight_sync(self.policy, engines, self.spec, limit)
 
 
-def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:
-    generated = int(batch.response_mask.sum())
+def throughput(sampled: dict[str, float], times: dict[str, float]) -> dict[str, float]:
+    """Of all that was sampled, also what dynamic sampling then left out."""
+    generated = sampled["rollout/num_response_tokens"] / times["time/generate"]
     return times | {
-        "throughput/tokens_per_second": batch.num_tokens / times["time/step"],
-        "throughput/generated_tokens_per_second": generated / times["time/generate"],
+        "throughput/tokens_per_second": sampled["rollout/num_tokens"] / times["time/step"],
+        "throughput/generated_tokens_per_second": generated,
         "memory/host_rss_gib": resident_gib(),
     }

@@ -343,7 +343,8 @@ ROLLOUT = (
     _rollout(
         "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
     ),
-    _rollout("rollout/num_tokens", "prompt and response tokens", "-", "tokens"),
+    _rollout("rollout/num_tokens", "prompt and response tokens sampled", "-", "tokens"),
+    _rollout("rollout/num_response_tokens", "response tokens sampled", "-", "tokens"),
     _rollout("rollout/weight_version", "smallest weight version among the rollouts", "-", "syncs"),
 )
 
