@@ -30,7 +30,7 @@ MISMATCH_BOUND = {"r3": 1.02, "native": 1.1, "dense": 1.05}
 class Check:
     name: str
     found: str
-    expected: str
+    expected: str  # empty where nothing has to hold
     state: Literal["pass", "fail", "not checked"]
 
 
@@ -64,7 +64,8 @@ def block(checks: Sequence[Check], step: int) -> str:
     failed = sum(check.state == "fail" for check in checks)
     width = max(len(check.name) for check in checks)
     lines = [
-        f"  {check.state.upper():<11}  {check.name:<{width}}  {check.found} ({check.expected})"
+        f"  {check.state.upper():<11}  {check.name:<{width}}  {check.found}"
+        + (f" ({check.expected})" if check.expected else "")
         for check in checks
     ]
     verdict = f"{failed} FAILED" if failed else "all hold"
@@ -145,7 +146,7 @@ def _check(name: str, holds: bool, found: str, expected: str) -> Check:
 
 
 def _unchecked(name: str, why: str) -> Check:
-    return Check(name, why, "nothing to hold", "not checked")
+    return Check(name, why, "", "not checked")
 
 
 def _most(bound: float, precision: str) -> str:

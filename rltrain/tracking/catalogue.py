@@ -165,7 +165,6 @@ LEARNING = (
         "eval/response_length_mean", "mean response length", HELD_OUT, "tokens", when="evaluation"
     ),
     _learning("sft/loss", "mean negative log-probability of the target", "target tokens", "nat"),
-    _learning("sft/accuracy", "targets that are the most likely token", "target tokens"),
 )
 
 _correction = partial(Metric, section="mismatch")
@@ -334,12 +333,6 @@ ROLLOUT = (
     _rollout("rollout/response_length_mean", "mean response length", SEQUENCES, "tokens"),
     _rollout("rollout/response_length_max", "longest response", "-", "tokens"),
     _rollout("rollout/truncated_fraction", "responses cut at the limit", SEQUENCES, better="lower"),
-    _rollout(
-        "rollout/overlong_fraction",
-        "responses that algorithm.overlong masks or takes reward from",
-        SEQUENCES,
-        better="lower",
-    ),
     _rollout(
         "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
     ),
