@@ -72,6 +72,17 @@ def block(checks: Sequence[Check], step: int) -> str:
     return "\n".join([f"invariants of step {step}:", *lines, f"  {verdict}"])
 
 
+def require(checks: Sequence[Check], step: int) -> None:
+    """Raise ``RuntimeError``, naming what failed, unless nothing did."""
+    if failed := [check.name for check in checks if check.state == "fail"]:
+        raise RuntimeError(
+            f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}\n"
+            f"{block(checks, step)}\nUpdate, scoring and rollout do not compute the same policy, or "
+            "a loss of one's own has another ratio than theirs. Look there first; "
+            "trainer.invariants=warn goes on regardless"
+        )
+
+
 def _ratios(first: FirstStep, config: Config) -> list[Check]:
     ratio, clipped = "ratio is 1 before the first update", "nothing is clipped in the first update"
     if config.algorithm.bypass_old_logprobs:
@@ -102,7 +113,7 @@ def _reference(first: FirstStep, config: Config) -> list[Check]:
     bound = REFERENCE_KL_BOUND[first.precision]
     kl = _k3(first.paired)
     checks = [_check(name, kl <= bound, f"mean k3 = {kl:.1e}", _most(bound, first.precision))]
-    if first.paired is not first.batch:
+    if first.paired.ref_logprobs is not first.batch.ref_logprobs:
         bias = _k3(first.batch)
         found = f"mean k3 = {bias:.1e}, of the native reference to the replayed policy"
         checks.append(_unchecked("routing bias of the reference", found))

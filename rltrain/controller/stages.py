@@ -91,9 +91,9 @@ def with_token_rewards(
         old, ref = batch.require("old_logprobs", "ref_logprobs")
         kl = kl_estimate(old.double(), ref.double(), algorithm.kl.estimator)
         token_rewards -= torch.where(batch.response_mask, kl_coef * kl, 0.0)
-    metrics = {}
-    if algorithm.overlong.buffer_tokens:
-        metrics["reward/shaped_mean"] = float(shaped[shaped.isfinite()].mean())
+    metrics, scored = {}, shaped[shaped.isfinite()]
+    if algorithm.overlong.buffer_tokens and len(scored):
+        metrics["reward/shaped_mean"] = float(scored.mean())
     return batch.with_fields(token_rewards=token_rewards), metrics
 
 
@@ -159,17 +159,22 @@ def advantage_metrics(advantages: Tensor) -> dict[str, float]:
 
 
 def reward_metrics(batch: Batch, num_timeouts: int) -> dict[str, float]:
+    """Of the sequences that have a reward; where none has, the shares of those alone."""
     rewards, groups = batch.require("rewards", "group_ids")
     failed = ~rewards.isfinite()
     scored = rewards[~failed]
     by_group = [rewards[groups == g] for g in groups.unique()]
     by_group = [g[g.isfinite()] for g in by_group]
     by_group = [g for g in by_group if len(g)]
-    return {
-        "reward/mean": float(scored.mean()),
-        "reward/std": float(scored.std(unbiased=False)),
+    failures = {
         "reward/failed_fraction": (int(failed.sum()) - num_timeouts) / len(rewards),
         "reward/timeout_fraction": num_timeouts / len(rewards),
+    }
+    if not by_group:
+        return failures
+    return failures | {
+        "reward/mean": float(scored.mean()),
+        "reward/std": float(scored.std(unbiased=False)),
         "group/zero_std_fraction": _share(by_group, lambda g: bool(g.min() == g.max())),
         "group/all_correct_fraction": _share(by_group, lambda g: bool(g.min() >= 1)),
         "group/all_wrong_fraction": _share(by_group, lambda g: bool(g.max() <= 0)),

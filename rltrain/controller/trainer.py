@@ -14,7 +14,7 @@ from rltrain.controller import checkpoint, stages
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.critic_stages import value_metrics
 from rltrain.controller.evaluation import Evaluator
-from rltrain.controller.invariants import FirstStep, block, check_first_step
+from rltrain.controller.invariants import FirstStep, block, check_first_step, require
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.weight_sync import check_weight_sync, sync_weights
@@ -80,6 +80,7 @@ class Trainer:
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
                 batch = self.score_reference(batch)
+                # Now, because the reference may become another at the end of the step.
                 paired = self.pair_reference(batch) if is_first else None
         if self.critic is not None:
             with timer.phase("values"):
@@ -246,7 +247,7 @@ class Trainer:
             paired: see `pair_reference`
 
         Raises:
-            RuntimeError: naming what failed, where ``trainer.invariants=stop``.
+            RuntimeError: as `invariants.require`, where ``trainer.invariants=stop``.
         """
         params = self.config.policy.precision.params
         auto: Literal["fp32", "bf16"] = "fp32" if self.spec.device == "cpu" else "bf16"
@@ -264,13 +265,8 @@ class Trainer:
         checks = check_first_step(first, self.config)
         logger.info("%s", block(checks, step))
         self.tracker.invariants(step, [asdict(check) for check in checks])
-        failed = [check.name for check in checks if check.state == "fail"]
-        if failed and self.config.trainer.invariants == "stop":
-            raise RuntimeError(
-                f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}"
-                f"\n{block(checks, step)}\nThe trainer and its engine do not compute the same "
-                "policy. Look there first; trainer.invariants=warn goes on regardless"
-            )
+        if self.config.trainer.invariants == "stop":
+            require(checks, step)
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
