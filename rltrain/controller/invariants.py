@@ -77,8 +77,8 @@ def require(checks: Sequence[Check], step: int) -> None:
     if failed := [check.name for check in checks if check.state == "fail"]:
         raise RuntimeError(
             f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}\n"
-            f"{block(checks, step)}\nUpdate, scoring and rollout do not compute the same policy, or "
-            "a loss of one's own has another ratio than theirs. Look there first; "
+            f"{block(checks, step)}\nUpdate, scoring and rollout do not compute the same policy, "
+            "or a loss of one's own has another ratio than theirs. Look there first; "
             "trainer.invariants=warn goes on regardless"
         )
 
