@@ -1,8 +1,8 @@
 """Engines that would lose routes, or sample otherwise, are refused before anything starts.
 
-Imports no torch, no vLLM. Each rule was read in vLLM's own source, 0.26, 0.30 and 0.31. Some of
-them vLLM refuses itself, minutes later and in words that name none of our keys; others it runs
-without a word.
+Imports no torch, no vLLM. Each rule about routes was read in vLLM's own source, 0.26, 0.30 and
+0.31. Some vLLM refuses itself, minutes later and in words that name none of our keys; others it
+runs without a word.
 """
 
 from collections.abc import Callable, Mapping
