@@ -10,7 +10,7 @@ from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller import checkpoint, stages
+from rltrain.controller import checkpoint, stages, step_metrics
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.critic_stages import value_metrics
 from rltrain.controller.evaluation import Evaluator
@@ -96,8 +96,8 @@ class Trainer:
         if step > self.warmup_steps:
             with timer.phase("update"):
                 updates = self.update(batch)
-                metrics |= stages.update_metrics(updates, self.config.trainer.mini_batches)
-                metrics |= stages.mismatch_over_entropy(metrics)
+                metrics |= step_metrics.update_metrics(updates, self.config.trainer.mini_batches)
+                metrics |= step_metrics.mismatch_over_entropy(metrics)
                 if self.arch.moe_layers:
                     metrics["routing/padded_fraction"] = self.policy.padded_fraction
         metrics |= self.adapt_reference(step, batch, metrics)
@@ -162,8 +162,8 @@ class Trainer:
         assert native.agreement is not None
         flipped = native.agreement.flipped
         return {
-            **stages.overlap_metrics(scored.agreement, self.arch.experts_per_token),
-            **stages.load_metrics(scored.agreement.load),
+            **step_metrics.overlap_metrics(scored.agreement, self.arch.experts_per_token),
+            **step_metrics.load_metrics(scored.agreement.load),
             **mismatch_metrics(scored.logprobs, *compared, flipped),
             **mismatch_metrics(native.logprobs, *compared, flipped, area="mismatch_native"),
             "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),

@@ -8,13 +8,12 @@ import torch
 
 from rltrain.batch import Batch, RouteRef
 from rltrain.config.routing import RoutingReplayConfig
-from rltrain.controller.stages import (
-    check_overlap,
+from rltrain.controller.stages import check_overlap, with_fallback
+from rltrain.controller.step_metrics import (
     load_metrics,
     mismatch_over_entropy,
     overlap_metrics,
     rollout_metrics,
-    with_fallback,
 )
 from rltrain.policy.types import NO_FLIP, Agreement
 
