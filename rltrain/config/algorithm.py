@@ -152,6 +152,28 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def only_ppo_has_a_dual_clip(self) -> Self:
+        if self.dual_clip is not None and self.loss in ("gspo", "cispo", "pg"):
+            raise ValueError(
+                f"loss={self.loss} would ignore dual_clip={self.dual_clip}: drop it, or use "
+                "loss=ppo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def plain_policy_gradient_clips_nothing(self) -> Self:
+        fields = AlgorithmConfig.model_fields
+        changed = {
+            name: value
+            for name, value in (("clip_low", self.clip_low), ("clip_high", self.clip_high))
+            if value != fields[name].default
+        }
+        if self.loss == "pg" and changed:
+            found = ", ".join(f"{name}={value}" for name, value in changed.items())
+            raise ValueError(f"loss=pg would ignore {found}: drop it, or use a loss that clips")
+        return self
+
+    @model_validator(mode="after")
     def a_group_of_one_has_no_spread(self) -> Self:
         if self.dynamic_sampling.max_rounds and self.group_size < 2:
             raise ValueError(

@@ -27,9 +27,23 @@ OWNED_ENGINE_ARGS = frozenset(
         "trust_remote_code",
         "generation_config",
         "quantization",
+        "quantization_config",
         "load_format",
+        "hf_overrides",
     }
 )
+
+# Engine options with which tokens would be drawn from, or scored by, another distribution than the
+# one the policy trains on. The log-probabilities that vLLM returns do not tell.
+OTHER_DISTRIBUTIONS = {
+    "logits_processors": "tokens would be drawn from logits the policy does not have",
+    "override_generation_config": "its sampling defaults would not be those of rollout",
+    "watermark_config": "a key and the tokens before would decide the next one, not chance",
+    "diffusion_config": "tokens would not be drawn one after the other",
+    "hf_config_path": "the engine would build another model than the policy",
+    "model_class_overrides": "the engine would build another model than the policy",
+    "worker_cls": "the engine could run any model and any sampler",
+}
 
 
 class RolloutConfig(Section):
@@ -65,6 +79,28 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"top_p={self.top_p}, top_k={self.top_k}: rollouts would come from a truncated "
                 "distribution that the importance ratio does not know; use top_p=1 and top_k=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def engine_args_leave_the_distribution_alone(self) -> Self:
+        for name, why in OTHER_DISTRIBUTIONS.items():
+            if self.engine_args.get(name):
+                raise ValueError(
+                    f"engine_args.{name}: {why}, and the importance ratio would not know: leave it "
+                    "out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def drafts_are_accepted_by_the_policys_odds(self) -> Self:
+        """Rejection sampling makes speculative decoding exact; vLLM can also accept at a rate."""
+        speculative = self.engine_args.get("speculative_config") or {}
+        if speculative.get("rejection_sample_method") == "synthetic":
+            raise ValueError(
+                "engine_args.speculative_config.rejection_sample_method=synthetic accepts drafts "
+                "whatever the policy gives them, and the importance ratio would not know: leave it "
+                "out"
             )
         return self
 

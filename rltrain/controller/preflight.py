@@ -23,6 +23,7 @@ from rltrain.controller.engine_guards import (
     check_capture_options,
     check_capture_version,
     check_engine,
+    check_logits_processors,
 )
 from rltrain.environments.rewards import load_reward
 from rltrain.parallel.layers import Pipeline
@@ -49,6 +50,7 @@ def preflight(config: Config) -> None:
         check_critic(config)
         check_replay(config, model)
         name, version = check_engine()
+        check_logits_processors()
         if config.routing_replay.capture:
             check_capture_version(name, version)
             check_capture_options(

@@ -149,8 +149,7 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if rollout.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
-    args |= rollout.engine_args
-    return args | {"hf_overrides": overrides | args.get("hf_overrides", {})}
+    return args | rollout.engine_args | {"hf_overrides": overrides}
 
 
 def check_version(version: str) -> None:

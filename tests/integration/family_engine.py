@@ -1,9 +1,10 @@
 """What vLLM samples from models in folders, with its log-probabilities and routes.
 
-    python -m tests.integration.family_engine DTYPE FOLDER ...
+    python -m tests.integration.family_engine DTYPE TEMPERATURE[,TEMPERATURE ...] FOLDER ...
 
 Writes ``DTYPE.routes.safetensors`` and ``DTYPE.logprobs.safetensors`` into every folder, from the
-model in its ``model/``. One process, one engine after the other.
+model in its ``model/``; where there are several temperatures, ``DTYPE.TEMPERATURE.``. One process,
+one engine after the other.
 """
 
 import os
@@ -42,7 +43,7 @@ def prompts(vocab_size: int) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
-def run(folder: Path, dtype: str) -> None:
+def run(folder: Path, dtype: str, temperatures: list[str]) -> None:
     arch = read_architecture(folder / "model")
     vars(rotary_embedding)["_ROPE_DICT"].clear()  # shared among the engines of a process
     engine = LLM(
@@ -57,18 +58,20 @@ def run(folder: Path, dtype: str) -> None:
         enable_return_routed_experts=True,
         hf_overrides={"head_dtype": "float32"},
     )
-    sampling = SamplingParams(
-        temperature=1.0,
-        seed=1,
-        max_tokens=RESPONSE_TOKENS,
-        logprobs=0,
-        detokenize=False,
-        ignore_eos=True,
-    )
-    outputs = engine.generate(prompts(arch.vocab_size), sampling, use_tqdm=False)
-    routes, logprobs = collect(outputs, arch)
-    routes.save(folder / f"{dtype}.routes.safetensors")
-    save_file({"logprobs": logprobs}, folder / f"{dtype}.logprobs.safetensors")
+    for temperature in temperatures:
+        sampling = SamplingParams(
+            temperature=float(temperature),
+            seed=1,
+            max_tokens=RESPONSE_TOKENS,
+            logprobs=0,
+            detokenize=False,
+            ignore_eos=True,
+        )
+        outputs = engine.generate(prompts(arch.vocab_size), sampling, use_tqdm=False)
+        routes, logprobs = collect(outputs, arch)
+        name = dtype if len(temperatures) == 1 else f"{dtype}.{temperature}"
+        routes.save(folder / f"{name}.routes.safetensors")
+        save_file({"logprobs": logprobs}, folder / f"{name}.logprobs.safetensors")
 
 
 def collect(outputs: list[Any], arch: Architecture) -> tuple[Routes, torch.Tensor]:
@@ -102,6 +105,6 @@ def collect(outputs: list[Any], arch: Architecture) -> tuple[Routes, torch.Tenso
 
 if __name__ == "__main__":
     vllm_patches.apply_cpu()
-    dtype, *folders = sys.argv[1:]
+    dtype, temperatures, *folders = sys.argv[1:]
     for folder in folders:
-        run(Path(folder), dtype)
+        run(Path(folder), dtype, temperatures.split(","))

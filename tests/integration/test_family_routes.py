@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "tests.integration.family_engine"]
     for dtype, names in SAMPLED.items():
         folders = [str(folder / name) for name in names]
-        subprocess.run([*command, dtype, *folders], check=True, timeout=600)
+        subprocess.run([*command, dtype, "1.0", *folders], check=True, timeout=600)
     run_ranks(make_passes, 1, folder, timeout_s=600)
     return folder
 

@@ -76,7 +76,7 @@ def take(values: torch.Tensor, slots: Sequence[int], pad: float = math.nan) -> t
 def policy_sums(batch: Ragged, slots: Slots, name: str) -> dict[str, torch.Tensor]:
     config = AlgorithmConfig(
         loss=name,
-        dual_clip=1.5,
+        dual_clip=1.5 if name == "ppo" else None,
         entropy_coef=0.1,
         kl={"coef": 0.3},  # type: ignore[arg-type]
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
 from rltrain.algorithms.objective import Targets, policy_objective, sft_objective, value_objective
 from rltrain.algorithms.reduce import Aggregation, loss_weights, weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
@@ -52,8 +53,8 @@ def test_two_responses_by_hand(aggregation: Aggregation, expected: float) -> Non
 def test_loss_gradient_and_sums_equal_the_formula(name: str, where: str, batch: Ragged) -> None:
     config = AlgorithmConfig(
         loss=name,
-        dual_clip=1.5,
-        clip_high=0.3,
+        dual_clip=1.5 if name == "ppo" else None,
+        clip_high=0.2 if name == "pg" else 0.3,
         entropy_coef=ENTROPY_COEF,
         kl={"coef": KL_COEF, "where": where, "estimator": "k2"},  # type: ignore[arg-type]
     )
@@ -134,7 +135,7 @@ def test_value_loss_equals_the_formula(clip: float | None, batch: Ragged) -> Non
 def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(name: str) -> None:
     config = AlgorithmConfig(
         loss=name,
-        dual_clip=2.0,
+        dual_clip=2.0 if name == "ppo" else None,
         entropy_coef=0.1,
         kl={"coef": 0.1},  # type: ignore[arg-type]
     )
@@ -156,6 +157,35 @@ def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(name: str) -> No
 
         for found, expected in zip(slopes(spoiled), slopes(clean), strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mean_of_slots", r"expected loss of shape \(2,\), a number for each slot and no mean"),
+        ("bare", "expected a TokenLoss, found Tensor"),
+    ],
+)
+def test_a_loss_that_is_no_number_per_slot_is_refused(name: str, said: str) -> None:
+    """Broadcast over the weights, a mean would be right for one micro-batch and wrong for two."""
+    ones = torch.ones(2)
+    with pytest.raises(ValueError, match=f"algorithm.loss={__name__}.{name}: {said}"):
+        policy_objective(
+            ones,
+            ones,
+            Targets(ones, ones, ones / 2),
+            sequence_mean=lambda values: values,
+            config=AlgorithmConfig(loss=f"{__name__}.{name}"),
+            kl_coef=0.0,
+        )
+
+
+def mean_of_slots(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(-inputs.logprobs.mean(), inputs.log_ratio.exp())
+
+
+def bare(inputs: LossInputs) -> torch.Tensor:
+    return -inputs.logprobs
 
 
 def test_garbage_off_the_mask_reaches_no_value() -> None:

@@ -10,6 +10,7 @@ from rltrain.config.data import BUILT_IN_REWARDS
 from rltrain.config.errors import ConfigError, validate
 from rltrain.config.files import load, save
 from rltrain.config.reference import keys, markdown, show
+from rltrain.config.rollout import OTHER_DISTRIBUTIONS
 from rltrain.environments.rewards import BUILT_IN
 
 HERE = Path(__file__).parent
@@ -87,6 +88,50 @@ IMPOSSIBLE = [
         {"policy.dispatcher": "allgather", "policy.parallel.pp": 2},
         "dispatcher=allgather with pp=2",
         "equal lengths for allgather",
+    ),
+    (
+        {"algorithm.loss": "gspo", "algorithm.dual_clip": 3.0},
+        "loss=gspo would ignore dual_clip=3.0",
+        "only ppo has a dual clip",
+    ),
+    (
+        {"algorithm.loss": "pg", "algorithm.clip_high": 0.28},
+        "loss=pg would ignore clip_high=0.28:",
+        "plain policy gradient clips nothing",
+    ),
+    (
+        {
+            "algorithm.kl.coef": 0.1,
+            "algorithm.kl.target": 0.1,
+            "algorithm.kl.horizon": 6,
+            "trainer.prompts_per_step": 5,
+            "algorithm.group_size": 6,
+        },
+        "use a horizon above 6",
+        "an adaptive kl stays positive",
+    ),
+    *[
+        (
+            {f"rollout.engine_args.{option}": value},
+            f"engine_args.{option}: ",
+            "engine args leave the distribution alone",
+        )
+        for option, value in OTHER_DISTRIBUTIONS.items()  # any value that is not empty
+    ],
+    (
+        {
+            "rollout.engine_args.speculative_config": {
+                "method": "ngram",
+                "rejection_sample_method": "synthetic",
+            }
+        },
+        "rejection_sample_method=synthetic",
+        "drafts are accepted by the policys odds",
+    ),
+    (
+        {"rollout.engine_args.hf_overrides": {"rope_theta": 1e4}},
+        "hf_overrides",
+        "engine args leave our own alone",
     ),
     ({"rollout.top_p": 0.9}, "top_p=0.9", "sampling matches training"),
     ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from rltrain.config.rollout import OTHER_DISTRIBUTIONS, OWNED_ENGINE_ARGS
 from rltrain.controller.engine_guards import (
+    LOGITS_PROCESSORS,
     OPTIONS,
     TESTED_CAPTURE,
     check_capture_options,
     check_capture_version,
     check_engine,
+    check_logits_processors,
 )
 from rltrain.controller.preflight import preflight
 from rltrain.main import compose
@@ -161,9 +164,23 @@ def test_a_run_with_an_untested_engine_does_not_start(
     run(tmp_path, "routing_replay=off", "routing_replay.capture=false")
 
 
+def test_a_run_whose_engine_loads_logits_processors_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_logits_processors()
+    install("greener", "1.0", tmp_path, monkeypatch)
+    points = f"[{LOGITS_PROCESSORS}]\nboost = greener:Boost\n"
+    (tmp_path / "greener-1.0.dist-info" / "entry_points.txt").write_text(points)
+    with pytest.raises(ValueError, match=r"logits processors with vLLM \(boost=greener:Boost,"):
+        run(tmp_path)
+
+
 @pytest.mark.integration
 def test_the_installed_engine_has_every_option() -> None:
     """vLLM's own names: one that it renames would be refused by nobody."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-    assert {rule.option for rule in OPTIONS} <= AsyncEngineArgs.__dataclass_fields__.keys()
+    refused = {rule.option for rule in OPTIONS} | OTHER_DISTRIBUTIONS.keys() | OWNED_ENGINE_ARGS
+    assert refused <= AsyncEngineArgs.__dataclass_fields__.keys()
+    assert LOGITS_PROCESSORS == LOGITSPROCS_GROUP

@@ -39,6 +39,11 @@ def test_sampling_is_passed_on() -> None:
     params = vllm_params(REQUEST, SAMPLING, [9])
     assert (params.temperature, params.max_tokens, params.seed) == (0.7, 4, 11)
     assert (params.top_p, params.top_k, params.min_p, params.n) == (1.0, 0, 0.0, 1)
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    assert penalties == (0.0, 0.0, 1.0)
+    assert params.min_tokens == 0 and not params.ignore_eos
+    for shaping in ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"):
+        assert not getattr(params, shaping)
     assert params.logprobs == 0 and params.stop_token_ids == [9]
     assert params.output_kind == RequestOutputKind.FINAL_ONLY  # with rows and tokens of one piece
     greedy = vllm_params(REQUEST, replace(SAMPLING, greedy=True, logprobs=False), [9])
