@@ -47,10 +47,10 @@ def require_token_loss(found: TokenLoss, inputs: LossInputs) -> TokenLoss:
     name = f"algorithm.loss={inputs.config.loss}"
     if not isinstance(found, TokenLoss):
         raise ValueError(f"{name}: expected a TokenLoss, found {type(found).__name__}")
-    for field, values in {"loss": found.loss, "ratio": found.ratio, **found.stats}.items():
+    for part, values in {"loss": found.loss, "ratio": found.ratio, **found.stats}.items():
         if values.shape != inputs.logprobs.shape:
             raise ValueError(
-                f"{name}: expected {field} of shape {tuple(inputs.logprobs.shape)}, a number for "
+                f"{name}: expected {part} of shape {tuple(inputs.logprobs.shape)}, a number for "
                 f"each slot and no mean of them, found {tuple(values.shape)}"
             )
     return found
