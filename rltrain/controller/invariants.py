@@ -30,7 +30,7 @@ MISMATCH_BOUND = {"r3": 1.02, "native": 1.1, "dense": 1.05}
 class Check:
     name: str
     found: str
-    expected: str
+    expected: str  # empty where nothing has to hold
     state: Literal["pass", "fail", "not checked"]
 
 
@@ -64,11 +64,23 @@ def block(checks: Sequence[Check], step: int) -> str:
     failed = sum(check.state == "fail" for check in checks)
     width = max(len(check.name) for check in checks)
     lines = [
-        f"  {check.state.upper():<11}  {check.name:<{width}}  {check.found} ({check.expected})"
+        f"  {check.state.upper():<11}  {check.name:<{width}}  {check.found}"
+        + (f" ({check.expected})" if check.expected else "")
         for check in checks
     ]
     verdict = f"{failed} FAILED" if failed else "all hold"
     return "\n".join([f"invariants of step {step}:", *lines, f"  {verdict}"])
+
+
+def require(checks: Sequence[Check], step: int) -> None:
+    """Raise ``RuntimeError``, naming what failed, unless nothing did."""
+    if failed := [check.name for check in checks if check.state == "fail"]:
+        raise RuntimeError(
+            f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}\n"
+            f"{block(checks, step)}\nUpdate, scoring and rollout do not compute the same policy, "
+            "or a loss of one's own has another ratio than theirs. Look there first; "
+            "trainer.invariants=warn goes on regardless"
+        )
 
 
 def _ratios(first: FirstStep, config: Config) -> list[Check]:
@@ -101,7 +113,7 @@ def _reference(first: FirstStep, config: Config) -> list[Check]:
     bound = REFERENCE_KL_BOUND[first.precision]
     kl = _k3(first.paired)
     checks = [_check(name, kl <= bound, f"mean k3 = {kl:.1e}", _most(bound, first.precision))]
-    if first.paired is not first.batch:
+    if first.paired.ref_logprobs is not first.batch.ref_logprobs:
         bias = _k3(first.batch)
         found = f"mean k3 = {bias:.1e}, of the native reference to the replayed policy"
         checks.append(_unchecked("routing bias of the reference", found))
@@ -145,7 +157,7 @@ def _check(name: str, holds: bool, found: str, expected: str) -> Check:
 
 
 def _unchecked(name: str, why: str) -> Check:
-    return Check(name, why, "nothing to hold", "not checked")
+    return Check(name, why, "", "not checked")
 
 
 def _most(bound: float, precision: str) -> str:

@@ -77,6 +77,7 @@ class PolicyGroup(WorkerGroup):
             part_shared=_summed([a.part_shared for a in found]),
             flipped=self._unshard([a.flipped for a in found]),
             first_flip=self._unshard([a.first_flip for a in found]),
+            load={n: torch.stack([a.load[n] for a in found]).sum(0) for n in found[0].load},
         )
 
 
@@ -94,6 +95,7 @@ def merge_stages(stages: Sequence[StageScored]) -> Scored:
         part_shared=_summed([stage.part_shared for stage in found]),
         flipped=torch.stack([stage.flipped for stage in found]).any(0),
         first_flip=torch.stack([stage.first_flip for stage in found]).amin(0),
+        load={layer: load for stage in found for layer, load in stage.load.items()},
     )
     return Scored(logprobs, agreement)
 

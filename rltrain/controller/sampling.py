@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller import stages
+from rltrain.controller import stages, step_metrics
 from rltrain.controller.evaluation import judge
 from rltrain.data.loader import PromptLoader
 from rltrain.data.prompts import Tokenizer
@@ -61,8 +61,8 @@ class Sampler:
             if num_kept == wanted:
                 break
         seen = join(rounds)
-        metrics = stages.reward_metrics(seen.batch, seen.num_timeouts)
-        metrics |= stages.rollout_metrics(seen.batch)
+        metrics = step_metrics.reward_metrics(seen.batch, seen.num_timeouts)
+        metrics |= step_metrics.rollout_metrics(seen.batch)
         if not dynamic:
             return seen, metrics
         metrics["group/rounds"] = float(len(rounds))

@@ -1,6 +1,6 @@
 """What the controller computes on a batch between two calls to its actors. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,12 +10,14 @@ from rltrain.algorithms.advantages.inputs import AdvantageInputs
 from rltrain.algorithms.correction import correct
 from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.reduce import loss_weights
+from rltrain.algorithms.sequences import sequence_sum
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig, CorrectionConfig, OverlongConfig
 from rltrain.config.routing import RoutingReplayConfig
+from rltrain.controller.step_metrics import advantage_metrics
 from rltrain.data.packing import mini_batch_sizes
-from rltrain.policy.types import NO_FLIP, Agreement, Updated
+from rltrain.policy.types import Agreement
 from rltrain.routing.fallback import batch_share, check_budget, missing_rows, surviving_tokens
 
 
@@ -80,7 +82,7 @@ def with_token_rewards(
     """Fill ``token_rewards``: the reward less the overlong penalty at a response's last token, and
     where KL is part of the reward, less that at every token."""
     (rewards,) = batch.require("rewards")
-    lengths = per_sequence_sum(batch.response_mask.double(), batch.seq_lens)
+    lengths = sequence_sum(batch.response_mask.double(), batch.seq_lens)
     shaped = rewards - overlong_penalty(lengths, algorithm.overlong, max_response_tokens)
     sequence = torch.arange(batch.num_sequences).repeat_interleave(batch.seq_lens)
     position = torch.where(batch.response_mask, torch.arange(batch.num_tokens), -1)
@@ -91,9 +93,9 @@ def with_token_rewards(
         old, ref = batch.require("old_logprobs", "ref_logprobs")
         kl = kl_estimate(old.double(), ref.double(), algorithm.kl.estimator)
         token_rewards -= torch.where(batch.response_mask, kl_coef * kl, 0.0)
-    metrics = {}
-    if algorithm.overlong.buffer_tokens:
-        metrics["reward/shaped_mean"] = float(shaped[shaped.isfinite()].mean())
+    metrics, scored = {}, shaped[shaped.isfinite()]
+    if algorithm.overlong.buffer_tokens and len(scored):
+        metrics["reward/shaped_mean"] = float(scored.mean())
     return batch.with_fields(token_rewards=token_rewards), metrics
 
 
@@ -146,70 +148,6 @@ def with_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, floa
     return batch, advantage_metrics(found.advantages[loss_mask])
 
 
-def advantage_metrics(advantages: Tensor) -> dict[str, float]:
-    """Of the tokens in the loss; nothing where there are none."""
-    if not len(advantages):
-        return {}
-    return {
-        "advantage/mean": float(advantages.mean()),
-        "advantage/std": float(advantages.std(unbiased=False)),
-        "advantage/min": float(advantages.min()),
-        "advantage/max": float(advantages.max()),
-    }
-
-
-def reward_metrics(batch: Batch, num_timeouts: int) -> dict[str, float]:
-    rewards, groups = batch.require("rewards", "group_ids")
-    failed = ~rewards.isfinite()
-    scored = rewards[~failed]
-    by_group = [rewards[groups == g] for g in groups.unique()]
-    by_group = [g[g.isfinite()] for g in by_group]
-    by_group = [g for g in by_group if len(g)]
-    return {
-        "reward/mean": float(scored.mean()),
-        "reward/std": float(scored.std(unbiased=False)),
-        "reward/failed_fraction": (int(failed.sum()) - num_timeouts) / len(rewards),
-        "reward/timeout_fraction": num_timeouts / len(rewards),
-        "group/zero_std_fraction": _share(by_group, lambda g: bool(g.min() == g.max())),
-        "group/all_correct_fraction": _share(by_group, lambda g: bool(g.min() >= 1)),
-        "group/all_wrong_fraction": _share(by_group, lambda g: bool(g.max() <= 0)),
-    }
-
-
-def _share(groups: Sequence[Tensor], holds: Callable[[Tensor], bool]) -> float:
-    return sum(map(holds, groups)) / len(groups)
-
-
-def rollout_metrics(batch: Batch) -> dict[str, float]:
-    lengths = per_sequence_sum(batch.response_mask.float(), batch.seq_lens)
-    metrics = {
-        "rollout/response_length_mean": float(lengths.mean()),
-        "rollout/response_length_max": float(lengths.max()),
-        "rollout/num_tokens": float(batch.num_tokens),
-    }
-    if batch.truncated is not None:
-        metrics["rollout/truncated_fraction"] = float(batch.truncated.float().mean())
-    if batch.weight_version is not None:
-        metrics["rollout/weight_version"] = float(batch.weight_version.min())
-    if isinstance(batch.rollout_expert_indices, tuple):
-        owed = batch.num_tokens - batch.num_sequences  # the last token of a sequence owes no route
-        refs = batch.rollout_expert_indices
-        row_bytes = (
-            len(refs[0].layers) * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
-        )
-        (route_mask,) = batch.require("route_mask")
-        metrics["routing/coverage"] = float(route_mask.sum()) / owed
-        metrics["routing/bytes_per_token"] = float(row_bytes)
-        metrics["routing/host_bytes"] = float(row_bytes * sum(ref.rows for ref in refs))
-    return metrics
-
-
-def per_sequence_sum(values: Tensor, seq_lens: Tensor) -> Tensor:
-    """[N] -> [B]"""
-    sequence = torch.arange(len(seq_lens)).repeat_interleave(seq_lens)
-    return torch.zeros(len(seq_lens), dtype=values.dtype).index_add_(0, sequence, values)
-
-
 def check_overlap(
     agreement: Agreement, experts_per_token: int, num_experts: int, min_overlap: float
 ) -> None:
@@ -229,70 +167,3 @@ def check_overlap(
                 f"more (chance is {experts_per_token / num_experts:.3f}). The routes are not those "
                 "of these tokens, this layer or these weights"
             )
-
-
-def overlap_metrics(agreement: Agreement, experts_per_token: int) -> dict[str, float]:
-    """Share of a row's experts that native routing also picks, by layer and by where in its
-    sequence the row lies; where rows first differ; the gate weight that replay keeps."""
-    if agreement.num_rows == 0:
-        return {}
-    num_rows, num_layers = agreement.num_rows, len(agreement.shared)
-    layers = {n: shared / (num_rows * experts_per_token) for n, shared in agreement.shared.items()}
-    parts = {
-        part: shared / (rows * num_layers * experts_per_token)
-        for part, (rows, shared) in enumerate(
-            zip(agreement.part_rows, agreement.part_shared, strict=True)
-        )
-        if rows
-    }
-    gates = {layer: mass / num_rows for layer, mass in agreement.gate_mass.items()}
-    first = agreement.first_flip[agreement.first_flip != NO_FLIP]
-    return {
-        "routing/overlap": sum(layers.values()) / num_layers,
-        "routing/overlap_min": min(layers.values()),
-        **{f"routing/overlap/layer_{layer}": value for layer, value in layers.items()},
-        **{f"routing/overlap/part_{part}": value for part, value in parts.items()},
-        "routing/gate_mass": sum(gates.values()) / num_layers,
-        **{f"routing/gate_mass/layer_{layer}": value for layer, value in gates.items()},
-        "routing/differing_row_fraction": len(first) / num_rows,
-        **({"routing/first_differing_layer": float(first.float().mean())} if len(first) else {}),
-    }
-
-
-def update_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, float]:
-    """Means over the loss tokens of all updates of a step.
-
-    What a loss of one's own measures is ``own/NAME``.
-    """
-    skipped = {"policy/skipped_updates": float(mini_batches - len(updates))}
-    if not updates:
-        return skipped
-
-    def mean(name: str) -> float:
-        return sum(u.totals[name] for u in updates) / max(
-            1.0, sum(u.totals["tokens"] for u in updates)
-        )
-
-    names = {"policy/ratio_mean": "ratio", "policy/kl": "kl"}
-    names |= {"policy/entropy": "entropy", "policy/ref_kl": "ref_kl"}
-    totals = updates[0].totals
-    stats = [name.removeprefix("stat/") for name in totals if name.startswith("stat/")]
-    names |= {f"{'policy' if s in STATS else 'own'}/{s}": f"stat/{s}" for s in stats}
-    metrics = {
-        "policy/loss": sum(u.totals["loss"] for u in updates) / len(updates),
-        "policy/policy_loss": sum(u.totals["policy_loss"] for u in updates) / len(updates),
-        **{metric: mean(name) for metric, name in names.items() if name in totals},
-        "policy/ratio_max": max(u.maxima["ratio_max"] for u in updates),
-        "policy/ratio_min": -max(u.maxima["ratio_min"] for u in updates),
-        "policy/entropy_max": max(u.maxima["entropy_max"] for u in updates),
-        "policy/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
-        "policy/lr": updates[-1].lr,
-    }
-    if {"clip_fraction_low", "clip_fraction_high"} <= set(stats):
-        sides = metrics["policy/clip_fraction_low"], metrics["policy/clip_fraction_high"]
-        metrics["policy/clip_fraction"] = sum(sides)
-    return metrics | skipped
-
-
-STATS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
-"""What the losses of `rltrain.algorithms.losses` measure."""

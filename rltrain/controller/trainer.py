@@ -10,11 +10,11 @@ from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller import checkpoint, stages
+from rltrain.controller import checkpoint, stages, step_metrics
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.critic_stages import value_metrics
 from rltrain.controller.evaluation import Evaluator
-from rltrain.controller.invariants import FirstStep, block, check_first_step
+from rltrain.controller.invariants import FirstStep, block, check_first_step, require
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.weight_sync import check_weight_sync, sync_weights
@@ -75,9 +75,13 @@ class Trainer:
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
             metrics |= self.compare_with_native(batch, scored)
+        is_first = step == max(self.resumed_after, self.warmup_steps) + 1
+        paired = None
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
                 batch = self.score_reference(batch)
+                # Now, because the reference may become another at the end of the step.
+                paired = self.pair_reference(batch) if is_first else None
         if self.critic is not None:
             with timer.phase("values"):
                 self.critic.begin_step(batch)
@@ -92,7 +96,8 @@ class Trainer:
         if step > self.warmup_steps:
             with timer.phase("update"):
                 updates = self.update(batch)
-                metrics |= stages.update_metrics(updates, self.config.trainer.mini_batches)
+                metrics |= step_metrics.update_metrics(updates, self.config.trainer.mini_batches)
+                metrics |= step_metrics.mismatch_over_entropy(metrics)
                 if self.arch.moe_layers:
                     metrics["routing/padded_fraction"] = self.policy.padded_fraction
         metrics |= self.adapt_reference(step, batch, metrics)
@@ -105,9 +110,9 @@ class Trainer:
         if self.saves(step):
             with timer.phase("checkpoint"):
                 self.save(step)
-        self.tracker.log(step, metrics | throughput(batch, timer.metrics()))
-        if step == max(self.resumed_after, self.warmup_steps) + 1:
-            self.check_invariants(step, batch, updates, metrics)
+        self.tracker.log(step, metrics | throughput(metrics, timer.metrics()))
+        if is_first:
+            self.check_invariants(step, batch, paired, updates, metrics)
 
     # The stages
 
@@ -157,7 +162,8 @@ class Trainer:
         assert native.agreement is not None
         flipped = native.agreement.flipped
         return {
-            **stages.overlap_metrics(scored.agreement, self.arch.experts_per_token),
+            **step_metrics.overlap_metrics(scored.agreement, self.arch.experts_per_token),
+            **step_metrics.load_metrics(scored.agreement.load),
             **mismatch_metrics(scored.logprobs, *compared, flipped),
             **mismatch_metrics(native.logprobs, *compared, flipped, area="mismatch_native"),
             "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
@@ -177,8 +183,8 @@ class Trainer:
     def pair_reference(self, batch: Batch) -> Batch | None:
         """``batch`` with a reference that was scored as the policy was: a fresh run's is the same
         model. None where the policy was not scored at all."""
-        algorithm, replay = self.config.algorithm, self.config.routing_replay
-        if algorithm.kl.coef == 0 or algorithm.bypass_old_logprobs or self.resumed_after:
+        replay = self.config.routing_replay
+        if self.config.algorithm.bypass_old_logprobs or self.resumed_after:
             return None
         if replay.mode != "r3" or replay.reference == "replay":
             return batch
@@ -228,12 +234,20 @@ class Trainer:
         return {"policy/kl_coef": used}
 
     def check_invariants(
-        self, step: int, batch: Batch, updates: Sequence[Updated], metrics: dict[str, float]
+        self,
+        step: int,
+        batch: Batch,
+        paired: Batch | None,
+        updates: Sequence[Updated],
+        metrics: dict[str, float],
     ) -> None:
         """Print what must hold in a first step, and end the run unless it does.
 
+        Args:
+            paired: see `pair_reference`
+
         Raises:
-            RuntimeError: naming what failed, where ``trainer.invariants=stop``.
+            RuntimeError: as `invariants.require`, where ``trainer.invariants=stop``.
         """
         params = self.config.policy.precision.params
         auto: Literal["fp32", "bf16"] = "fp32" if self.spec.device == "cpu" else "bf16"
@@ -242,7 +256,7 @@ class Trainer:
             updates=updates,
             metrics=metrics,
             is_fresh=self.resumed_after == 0,
-            paired=self.pair_reference(batch),
+            paired=paired,
             native_losses=self.policy.call("native_losses")[0],
             precision=auto if params == "auto" else params,
             vocab_size=self.arch.vocab_size,
@@ -251,13 +265,8 @@ class Trainer:
         checks = check_first_step(first, self.config)
         logger.info("%s", block(checks, step))
         self.tracker.invariants(step, [asdict(check) for check in checks])
-        failed = [check.name for check in checks if check.state == "fail"]
-        if failed and self.config.trainer.invariants == "stop":
-            raise RuntimeError(
-                f"step {step} broke what must hold before anything is learned: {'; '.join(failed)}"
-                f"\n{block(checks, step)}\nThe trainer and its engine do not compute the same "
-                "policy. Look there first; trainer.invariants=warn goes on regardless"
-            )
+        if self.config.trainer.invariants == "stop":
+            require(checks, step)
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
@@ -300,10 +309,11 @@ class Trainer:
             check_weight_sync(self.policy, engines, self.spec, limit)
 
 
-def throughput(batch: Batch, times: dict[str, float]) -> dict[str, float]:
-    generated = int(batch.response_mask.sum())
+def throughput(sampled: dict[str, float], times: dict[str, float]) -> dict[str, float]:
+    """Of all that was sampled, also what dynamic sampling then left out."""
+    generated = sampled["rollout/num_response_tokens"] / times["time/generate"]
     return times | {
-        "throughput/tokens_per_second": batch.num_tokens / times["time/step"],
-        "throughput/generated_tokens_per_second": generated / times["time/generate"],
+        "throughput/tokens_per_second": sampled["rollout/num_tokens"] / times["time/step"],
+        "throughput/generated_tokens_per_second": generated,
         "memory/host_rss_gib": resident_gib(),
     }

@@ -11,7 +11,13 @@ from rltrain.routing.agreement import flipped_before, num_shared
 from rltrain.routing.codec import decode
 
 
-def agree(shard: Batch, recorded: Recorded, layers: Sequence[int], num_layers: int) -> Agreement:
+def agree(
+    shard: Batch,
+    recorded: Recorded,
+    layers: Sequence[int],
+    num_layers: int,
+    num_experts: int,
+) -> Agreement:
     """Compare over the rows whose routes were captured.
 
     Args:
@@ -19,8 +25,8 @@ def agree(shard: Batch, recorded: Recorded, layers: Sequence[int], num_layers: i
         num_layers: of the whole model
     """
     routes, mask = shard.require("rollout_expert_indices", "route_mask")
-    k = routes.shape[2]
-    shared = num_shared(decode(recorded.native), decode(routes))  # [N, L]
+    k, captured = routes.shape[2], decode(routes)
+    shared = num_shared(decode(recorded.native), captured)  # [N, L]
     shared = torch.where(mask.unsqueeze(1), shared, k)
     differs = shared < k
     lens = shard.seq_lens
@@ -34,6 +40,7 @@ def agree(shard: Batch, recorded: Recorded, layers: Sequence[int], num_layers: i
     position = torch.arange(len(mask)) - (lens.cumsum(0) - lens).repeat_interleave(lens)
     part = position * NUM_PARTS // lens.repeat_interleave(lens)
     by_part = [mask & (part == i) for i in range(NUM_PARTS)]
+    response = captured[mask & shard.response_mask].long()
     return Agreement(
         num_rows=int(mask.sum()),
         shared=dict(zip(layers, shared[mask].sum(0).tolist(), strict=True)),
@@ -42,4 +49,8 @@ def agree(shard: Batch, recorded: Recorded, layers: Sequence[int], num_layers: i
         part_shared=tuple(int(shared[rows].sum()) for rows in by_part),
         flipped=flipped,
         first_flip=first,
+        load={
+            layer: response[:, i].flatten().bincount(minlength=num_experts)
+            for i, layer in enumerate(layers)
+        },
     )

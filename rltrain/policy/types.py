@@ -1,7 +1,7 @@
 """What policy workers are asked and answer; imported where Megatron is not."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ class Agreement:
     part_shared: tuple[int, ...]  # likewise experts that both chose, summed over rows and layers
     flipped: Tensor  # bool, tokens that a differing choice can have touched  # [N]
     first_flip: Tensor  # int64, the lowest layer in which a row differs, or NO_FLIP  # [N]
+    load: dict[int, Tensor] = field(default_factory=dict)
+    """layer -> response rows that the rollout sent to each expert, int64  # [E]"""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ class PolicyWorker(Learner):
         agreement = None
         if measure and scores.recorded is not None:
             layers = self.model.route_layers
-            agreement = agree(shard, scores.recorded, layers, self.arch.num_layers)
+            sizes = self.arch.num_layers, self.arch.num_experts
+            agreement = agree(shard, scores.recorded, layers, *sizes)
         return StageScored(scores.logprobs, agreement)
 
     def _replaying(self, shard: Batch, routing: str) -> Batch:

@@ -165,7 +165,6 @@ LEARNING = (
         "eval/response_length_mean", "mean response length", HELD_OUT, "tokens", when="evaluation"
     ),
     _learning("sft/loss", "mean negative log-probability of the target", "target tokens", "nat"),
-    _learning("sft/accuracy", "targets that are the most likely token", "target tokens"),
 )
 
 _correction = partial(Metric, section="mismatch")
@@ -286,6 +285,33 @@ ROUTING = (
         better="higher",
     ),
     _routing(
+        "routing/load_max",
+        "max over layers and experts of share * E - 1, of the rollout's routes",
+        "captured response rows of a layer",
+        when="sampled",
+        better="lower",
+    ),
+    _routing(
+        "routing/load_max/layer_{layer}",
+        "the same of one layer, by global layer number",
+        "captured response rows",
+        when="sampled",
+        better="lower",
+    ),
+    _routing(
+        "routing/load_min",
+        "min over layers and experts of share * E - 1; -1 is an expert that nobody uses",
+        "captured response rows of a layer",
+        when="sampled",
+    ),
+    _routing(
+        "routing/load_mean",
+        "E[|share * E - 1|]",
+        "experts x layers",
+        when="sampled",
+        better="lower",
+    ),
+    _routing(
         "routing/differing_row_fraction",
         "rows that native routing would send elsewhere in some layer",
         "captured rows",
@@ -308,15 +334,10 @@ ROLLOUT = (
     _rollout("rollout/response_length_max", "longest response", "-", "tokens"),
     _rollout("rollout/truncated_fraction", "responses cut at the limit", SEQUENCES, better="lower"),
     _rollout(
-        "rollout/overlong_fraction",
-        "responses that algorithm.overlong masks or takes reward from",
-        SEQUENCES,
-        better="lower",
-    ),
-    _rollout(
         "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
     ),
-    _rollout("rollout/num_tokens", "prompt and response tokens", "-", "tokens"),
+    _rollout("rollout/num_tokens", "prompt and response tokens sampled", "-", "tokens"),
+    _rollout("rollout/num_response_tokens", "response tokens sampled", "-", "tokens"),
     _rollout("rollout/weight_version", "smallest weight version among the rollouts", "-", "syncs"),
 )
 
@@ -340,6 +361,12 @@ POLICY = (
     _policy("policy/kl", "E[r - log r - 1], r = pi / pi_old", LOSS_TOKENS, "nat"),
     _policy("policy/ref_kl", "KL to the reference by algorithm.kl.estimator", LOSS_TOKENS, "nat"),
     _policy("policy/kl_coef", "coefficient of that KL in the step", "-"),
+    _policy(
+        "policy/mismatch_over_entropy",
+        "mismatch/k3 / policy/entropy",
+        "each has its own",
+        better="lower",
+    ),
     _policy("policy/entropy", "E[-sum over v of p(v) log p(v)]", LOSS_TOKENS, "nat"),
     _policy("policy/entropy_max", "largest entropy of a loss token", "-", "nat"),
     _policy("policy/grad_norm", "global gradient norm before clipping", UPDATES),

@@ -24,7 +24,7 @@ from torch import Tensor
 from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.stages import update_metrics
+from rltrain.controller.step_metrics import update_metrics
 from rltrain.controller.worker_group import _add
 from rltrain.data.packing import StepPlan, plan_step
 from rltrain.policy.pass_file import relative_error

@@ -115,10 +115,12 @@ def test_what_cannot_be_checked_is_said() -> None:
 
 def test_the_block_reads_as_a_verdict() -> None:
     checks = [Check("a", "1", "1", "pass"), Check("bc", "3", "at most 2", "fail")]
+    checks.append(Check("d", "no reference", "", "not checked"))
     assert block(checks, 1).splitlines() == [
         "invariants of step 1:",
         "  PASS         a   1 (1)",
         "  FAIL         bc  3 (at most 2)",
+        "  NOT CHECKED  d   no reference",
         "  1 FAILED",
     ]
     assert block(checks[:1], 1).endswith("all hold")

@@ -9,11 +9,11 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.stages import (
     overlong_penalty,
-    update_metrics,
     with_advantages,
     with_rewards,
     with_token_rewards,
 )
+from rltrain.controller.step_metrics import update_metrics
 from rltrain.policy.types import Updated
 
 PROMPT, LENGTHS = 1, (3, 2, 4, 1)

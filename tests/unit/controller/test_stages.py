@@ -8,11 +8,12 @@ import torch
 
 from rltrain.batch import Batch, RouteRef
 from rltrain.config.routing import RoutingReplayConfig
-from rltrain.controller.stages import (
-    check_overlap,
+from rltrain.controller.stages import check_overlap, with_fallback
+from rltrain.controller.step_metrics import (
+    load_metrics,
+    mismatch_over_entropy,
     overlap_metrics,
     rollout_metrics,
-    with_fallback,
 )
 from rltrain.policy.types import NO_FLIP, Agreement
 
@@ -178,3 +179,22 @@ def test_the_gate_opens_at_its_bound_and_names_the_first_layer_below() -> None:
 def test_the_gate_has_nothing_to_say_of_no_rows_or_no_layers() -> None:
     check_overlap(replace(agreement(layer_1=0), num_rows=0), 2, 8, min_overlap=1.0)
     check_overlap(agreement(), 2, 8, min_overlap=1.0)
+
+
+def test_load_is_told_as_what_it_is_above_an_even_share() -> None:
+    """Twelve rows over four experts: 6, 3, 3 and none, and an even layer."""
+    load = {1: torch.tensor([6, 3, 3, 0]), 4: torch.tensor([3, 3, 3, 3])}
+    assert load_metrics(load) == {
+        "routing/load_max": 1.0,
+        "routing/load_min": -1.0,
+        "routing/load_mean": 0.25,
+        "routing/load_max/layer_1": 1.0,
+        "routing/load_max/layer_4": 0.0,
+    }
+    assert load_metrics({0: torch.zeros(4, dtype=torch.int64)}) == {}
+
+
+def test_mismatch_is_told_in_units_of_entropy() -> None:
+    both = {"mismatch/k3": 1e-4, "policy/entropy": 0.5}
+    assert mismatch_over_entropy(both) == {"policy/mismatch_over_entropy": 2e-4}
+    assert mismatch_over_entropy({"mismatch/k3": 1e-4}) == {}

@@ -36,7 +36,7 @@ def case(
     batch = Batch(
         tokens=torch.zeros(n, dtype=torch.int64),
         seq_lens=torch.tensor(lens),
-        response_mask=torch.ones(n, dtype=torch.bool),
+        response_mask=torch.from_numpy(rng.random(n) < 0.7),
         rollout_expert_indices=stored[0],
         route_mask=mask,
     )
@@ -97,11 +97,16 @@ def counted(
 @example([9, 4], (2, 3), 300, 1)  # ids that take two bytes; the model's last layer
 def test_agree_counts(lens: list[int], layers: tuple[int, ...], experts: int, seed: int) -> None:
     batch, recorded = case(lens, layers, experts, seed)
-    found, expected = (f(batch, recorded, layers, num_layers=4) for f in (agree, counted))
+    found = agree(batch, recorded, layers, num_layers=4, num_experts=experts)
+    expected = counted(batch, recorded, layers, num_layers=4)
     assert torch.equal(found.flipped, expected.flipped)
     assert torch.equal(found.first_flip, expected.first_flip)
     for name in ("num_rows", "shared", "gate_mass", "part_rows", "part_shared"):
         assert getattr(found, name) == getattr(expected, name), name
+    routes, mask = batch.require("rollout_expert_indices", "route_mask")
+    for i, layer in enumerate(layers):
+        rows = decode(routes)[mask & batch.response_mask, i].flatten().tolist()
+        assert found.load[layer].tolist() == [rows.count(e) for e in range(experts)]
 
 
 def test_rows_without_a_route_hide_nothing_and_add_nothing() -> None:
@@ -110,8 +115,8 @@ def test_rows_without_a_route_hide_nothing_and_add_nothing() -> None:
     routes, mask = batch.require("rollout_expert_indices", "route_mask")
     assert not mask[:-1].all()
     other = torch.where(mask.view(-1, 1, 1), routes, (routes + 1) % 8)
-    found = agree(batch, recorded, (0, 2), 4)
-    again = agree(batch.with_fields(rollout_expert_indices=other), recorded, (0, 2), 4)
+    found = agree(batch, recorded, (0, 2), 4, 8)
+    again = agree(batch.with_fields(rollout_expert_indices=other), recorded, (0, 2), 4, 8)
     assert found.shared == again.shared and found.part_shared == again.part_shared
     assert torch.equal(found.flipped, again.flipped)
     assert torch.equal(found.first_flip, again.first_flip)
