@@ -56,6 +56,8 @@ class PolicyWorker(Learner):
 
     def native_losses(self) -> list[str]:
         """Losses and bias updates of the routers that are on, as ``name=coefficient``."""
+        if not self.arch.moe_layers:  # Megatron's defaults then stay as they are, and do nothing
+            return []
         config = self.chunks[0].config
         rate = config.moe_router_bias_update_rate
         biased = [f"moe_router_bias_update_rate={rate}"] if rate else []
