@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.losses import find_loss
-from rltrain.algorithms.losses.inputs import LossInputs
+from rltrain.algorithms.losses.inputs import LossInputs, require_token_loss
 from rltrain.algorithms.reduce import weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
 
@@ -61,7 +61,8 @@ def policy_objective(
         sequence_mean=sequence_mean,
         config=config,
     )
-    found, log_r = find_loss(config.loss)(inputs), inputs.log_ratio.detach()
+    found = require_token_loss(find_loss(config.loss)(inputs), inputs)
+    log_r = inputs.log_ratio.detach()
     corrected = found.loss
     if targets.correction_weights is not None:
         corrected = _where(counted, targets.correction_weights) * found.loss

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.advantages import find_advantage
-from rltrain.algorithms.advantages.inputs import AdvantageInputs
+from rltrain.algorithms.advantages.inputs import AdvantageInputs, require_advantages
 from rltrain.algorithms.correction import correct
 from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.reduce import loss_weights
@@ -115,18 +115,18 @@ def with_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, floa
     rewards, token_rewards, loss_mask = batch.require("rewards", "token_rewards", "loss_mask")
     (group_ids,) = batch.require("group_ids")
     scored = rewards.isfinite().repeat_interleave(batch.seq_lens) & batch.response_mask
-    found = find_advantage(algorithm.advantage).estimate(
-        AdvantageInputs(
-            rewards=rewards,
-            token_rewards=token_rewards,
-            seq_lens=batch.seq_lens,
-            group_ids=group_ids,
-            mask=scored,
-            values=batch.values,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-        )
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        token_rewards=token_rewards,
+        seq_lens=batch.seq_lens,
+        group_ids=group_ids,
+        mask=scored,
+        values=batch.values,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
     )
+    estimate = find_advantage(algorithm.advantage).estimate
+    found = require_advantages(estimate(inputs), inputs, algorithm.advantage)
     if algorithm.overlong.mask:
         (truncated,) = batch.require("truncated")
         loss_mask = loss_mask & ~truncated.repeat_interleave(batch.seq_lens)

@@ -17,7 +17,7 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 class PromptLoader:
     """Lists of ``prompts_per_step`` problems, without end, shuffled anew every epoch.
 
-    A step never holds a problem twice: what an epoch leaves over after its last full step is
+    One list never holds a problem twice: what an epoch leaves over after its last full step is
     not used in that epoch. ``state_dict`` is plain JSON data; loading it into a new loader over
     the same problems goes on exactly where the old one stopped.
 

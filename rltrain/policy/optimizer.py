@@ -68,7 +68,8 @@ def take_step(optimizer: MegatronOptimizer) -> float:
     norm = optimizer.get_grad_norm()
     if not math.isfinite(norm):
         raise FloatingPointError(
-            f"the gradient norm is {norm}: nothing was updated. Look at the loss terms of this step"
+            f"the gradient norm is {norm}: nothing was updated. Look at the loss terms of this "
+            "step: a loss of one's own, advantages, log-probabilities that overflow"
         )
     optimizer.step()
     return float(norm)

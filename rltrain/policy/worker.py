@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from rltrain.policy.routes import fetch_routes
 from rltrain.policy.sequences import sequence_mean
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
+from rltrain.routing.codec import RouteIds, route_dtype
 from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import write_huggingface
@@ -68,12 +70,17 @@ class PolicyWorker(Learner):
         self._refs = routes if isinstance(routes, tuple) else ()
         if isinstance(routes, tuple):
             check_refs(routes, shard.tokens.split(shard.seq_lens.tolist()), shard.weight_version)
-            fetched = torch.from_numpy(fetch_routes(routes, self.model.route_layers))
-            shard = shard.with_fields(rollout_expert_indices=fetched)
+            fetched = fetch_routes(routes, self.model.route_layers) if routes else self._no_routes()
+            shard = shard.with_fields(rollout_expert_indices=torch.from_numpy(fetched))
         elif routes is not None:
             own = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
             shard = shard.with_fields(rollout_expert_indices=routes[:, own])
         self.shard = shard
+
+    def _no_routes(self) -> RouteIds:
+        """Of a shard without sequences, which a step that trains on few groups may leave."""
+        shape = 0, len(self.model.route_layers), self.arch.experts_per_token
+        return np.empty(shape, route_dtype(self.arch.num_experts))
 
     def score(
         self,

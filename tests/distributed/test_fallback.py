@@ -52,6 +52,14 @@ def check(rank: int, folder: Path) -> None:
             assert torch.equal(later.used[MISSING], chosen.used[MISSING])
         else:  # live: what the routers choose now
             assert torch.equal(later.used[MISSING], later.native[MISSING])
+    # A step that trains on few groups may leave a rank without sequences: it takes part in all.
+    names = "old_logprobs", "advantages", "loss_weights"
+    nothing = batch.select([]).with_fields(rollout_expert_indices=())
+    worker.begin_step(nothing)
+    scored = worker.score([[]], routing="rollout", measure=True, record=True)
+    assert len(scored.logprobs) == scored.agreement.num_rows == 0
+    fields = dict(zip(names, nothing.require(*names), strict=True))
+    assert worker.update([[]], fields, routing="rollout").totals["tokens"] == 0
     destroy_mesh()
 
 
@@ -63,6 +71,6 @@ def passed(worker: Any, plan: list[list[int]]) -> Any:
     """What the routers do in a pass that replays as an update would."""
     from rltrain.policy.passes import score
 
-    shard = worker._replaying_rollout(worker._shard())
+    shard = worker._replaying(worker._shard(), "rollout")
     cuts = worker._cut(plan, shard)
     return score(worker.model, cuts, shard.num_tokens, replay=True, record=True).recorded

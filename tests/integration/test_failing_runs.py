@@ -17,6 +17,14 @@ pytestmark = [
 ]
 
 REWARD = "def score(response, answer, **columns):\n    raise KeyError('no such grade')\n"
+LOSS = """
+from rltrain.algorithms.losses.inputs import TokenLoss
+
+
+def biased(inputs):
+    ratio = (inputs.log_ratio + 0.01).exp()
+    return TokenLoss(-ratio * inputs.advantages, ratio)
+"""
 
 
 @pytest.mark.slow
@@ -35,6 +43,25 @@ def test_routes_that_mean_nothing_and_a_reward_that_raises(start: Any, tmp_path:
         assert "Traceback" in (run.folder / "error.log").read_text()
         assert (run.folder / "report.html").exists()
         assert json.loads((run.folder / "outcome.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_broken_invariant_ends_the_run_unless_it_is_to_warn(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "biased_loss.py").write_text(LOSS)
+    options = ["trainer.steps=2", "trainer.mini_batches=1", "algorithm.loss=biased_loss.biased"]
+    stopped = start("stopped", *options)
+    warned = start("warned", *options, "trainer.invariants=warn")
+    stopped.wait(expect=1)
+    broken = "ratio is 1 before the first update"
+    assert f"step 1 broke what must hold before anything is learned: {broken}" in stopped.output
+    assert "max |ratio - 1| = 1.0e-02 (at most 1e-05 in fp32)" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert sorted(stopped.metrics) == [0, 1]  # what was measured of the step is kept
+    assert json.loads((stopped.folder / "outcome.json").read_text())["state"] == "failed"
+    warned.wait()
+    assert "1 FAILED" in warned.output and sorted(warned.metrics) == [0, 1, 2]
+    checks = json.loads((warned.folder / "invariants.json").read_text())["checks"]
+    assert [check["name"] for check in checks if check["state"] == "fail"] == [broken]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
     once += ["trainer.mini_batches=1", "tracking.wandb=offline", "trainer.steps=3"]
     traced = ["policy=tp2_pp2", "routing_replay.trace=true", "policy.recompute=full"]
     late = ["trainer.sync_every=2", "algorithm.correction.weight=token"]
-    late += ["algorithm.correction.reject=geometric"]
+    late += [f"algorithm.correction.reject{r}" for r in ("=geometric", "_min=0.98", "_max=1.02")]
     r3 = start("r3", *traced, reward_by_length(tmp_path), *once, *late)
     r3.wait()
     assert sorted(r3.metrics) == [0, 1, 2, 3]
@@ -95,7 +95,12 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
         # One update a step: with the same routes in it as in the pass before, nothing has moved.
         assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
         assert row["policy/grad_norm"] > 0
-    first = r3.metrics[1]
+    first, stale, fresh = (r3.metrics[step] for step in (1, 2, 3))
+    assert stale["mismatch/k3"] > 100 * max(first["mismatch/k3"], fresh["mismatch/k3"])
+    # Sequences that the engine sampled with other weights leave the loss, not all of them.
+    assert 0 < stale["correction/reject_sequence_fraction"] < 1
+    assert first["correction/reject_sequence_fraction"] == 0
+    assert fresh["correction/weight_std"] < stale["correction/weight_std"]
     assert first["mismatch_native/num_flipped"] > 0
     assert first["mismatch/k3"] < first["mismatch_native/k3"]
     assert 0.8 < first["routing/overlap"] < 1.0
@@ -179,10 +184,15 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
 
 
 def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Path) -> None:
-    """What has no routes runs too, over two stages; sft leaves a model that loads.
+    """What has no routes runs too, over two stages, with DAPO; sft leaves a model that loads.
 
-    The rollout's log-probabilities stand in for the old ones: ratios are of trainer to engine.
+    The rollout's log-probabilities stand in for the old ones: ratios are of trainer to engine. A
+    quarter of the prompts teaches: two rounds do not fill a step, and it trains on what it has.
     """
+    (tmp_path / "by_prompt.py").write_text(
+        "def score(response, answer, **columns):\n"
+        "    return 0.0 if int(answer) % 4 else float(len(response))\n"
+    )
     model = tmp_path / "dense"
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -202,7 +212,12 @@ def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Pa
         "trainer.steps=1",
         "trainer.mini_batches=1",
         "policy.parallel.pp=2",
+        "algorithm=dapo",
         "algorithm.bypass_old_logprobs=true",
+        "algorithm.dynamic_sampling.max_rounds=2",
+        "algorithm.overlong.buffer_tokens=32",
+        "rollout.max_response_tokens=64",
+        "data.reward.function=by_prompt.score",
         recipe="grpo_moe_off",
     )
     sft = start("sft", "trainer.steps=2", recipe="sft_tiny").wait()
@@ -211,3 +226,9 @@ def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Pa
     row = dense.wait().metrics[1]
     assert 1e-5 < abs(row["policy/ratio_max"] - 1) < 0.2
     assert not any("routing" in name or "mismatch" in name for name in row)
+    assert row["group/rounds"] == 2
+    assert 0 < row["group/kept_fraction"] < 0.5
+    assert "of 8 groups teach after 2 rounds" in dense.output
+    assert row["policy/skipped_updates"] == 0 and row["policy/grad_norm"] > 0
+    assert 0 < row["rollout/truncated_fraction"] < 1  # overlong.mask takes some out of the loss
+    assert row["reward/shaped_mean"] < row["reward/mean"]

@@ -69,6 +69,34 @@ class Advantages:
     returns: Tensor | None = None  # float32, what a critic is to learn, 0 off the mask  # [N]
 
 
+def require_advantages(found: Advantages, inputs: AdvantageInputs, name: str) -> Advantages:
+    """``found``, if it is what an advantage has to be: one's own may be anything.
+
+    Args:
+        name: what ``algorithm.advantage`` is, for errors
+
+    Raises:
+        ValueError: it is no `Advantages`, has not a number for each token, or one under the mask is
+            NaN or infinite.
+    """
+    if not isinstance(found, Advantages):
+        raise ValueError(
+            f"algorithm.advantage={name}: expected Advantages, found {type(found).__name__}"
+        )
+    for field in ("advantages", "returns"):
+        values: Tensor | None = getattr(found, field)
+        if values is None:
+            continue
+        if values.shape != inputs.mask.shape:
+            raise ValueError(
+                f"algorithm.advantage={name}: expected {field} of shape "
+                f"{tuple(inputs.mask.shape)}, one of each token, found {tuple(values.shape)}"
+            )
+        where = f"{field} by algorithm.advantage={name}"
+        require_finite(where, values, inputs.mask, inputs.seq_lens)
+    return found
+
+
 @dataclass(frozen=True)
 class Advantage:
     """An entry of the registry."""

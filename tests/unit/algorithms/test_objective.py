@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
 from rltrain.algorithms.objective import Targets, policy_objective, sft_objective, value_objective
 from rltrain.algorithms.reduce import Aggregation, loss_weights, weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
@@ -156,6 +157,35 @@ def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(name: str) -> No
 
         for found, expected in zip(slopes(spoiled), slopes(clean), strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mean_of_slots", r"expected loss of shape \(2,\), a number for each slot and no mean"),
+        ("bare", "expected a TokenLoss, found Tensor"),
+    ],
+)
+def test_a_loss_that_is_no_number_per_slot_is_refused(name: str, said: str) -> None:
+    """Broadcast over the weights, a mean would be right for one micro-batch and wrong for two."""
+    ones = torch.ones(2)
+    with pytest.raises(ValueError, match=f"algorithm.loss={__name__}.{name}: {said}"):
+        policy_objective(
+            ones,
+            ones,
+            Targets(ones, ones, ones / 2),
+            sequence_mean=lambda values: values,
+            config=AlgorithmConfig(loss=f"{__name__}.{name}"),
+            kl_coef=0.0,
+        )
+
+
+def mean_of_slots(inputs: LossInputs) -> TokenLoss:
+    return TokenLoss(-inputs.logprobs.mean(), inputs.log_ratio.exp())
+
+
+def bare(inputs: LossInputs) -> torch.Tensor:
+    return -inputs.logprobs
 
 
 def test_garbage_off_the_mask_reaches_no_value() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.invariants import Check, FirstStep, block, check_first_step
+from rltrain.controller.invariants import Check, FirstStep, block, check_first_step, require
 from rltrain.policy.types import Updated
 
 RATIO, CLIPPED = "ratio is 1 before the first update", "nothing is clipped in the first update"
@@ -97,7 +97,8 @@ def test_the_bias_of_a_native_reference_is_told() -> None:
     found = states(replace(GOOD, batch=batch(shift=1e-2)))
     assert (found[REFERENCE], found[BIAS]) == ("pass", "not checked")
     same = batch()
-    assert BIAS not in states(replace(GOOD, batch=same, paired=same))
+    later = same.with_fields(advantages=torch.zeros(3))
+    assert BIAS not in states(replace(GOOD, batch=later, paired=same))
 
 
 def test_what_cannot_be_checked_is_said() -> None:
@@ -124,3 +125,6 @@ def test_the_block_reads_as_a_verdict() -> None:
         "  1 FAILED",
     ]
     assert block(checks[:1], 1).endswith("all hold")
+    require(checks[:1], 1)
+    with pytest.raises(RuntimeError, match=r"(?s)learned: bc\n.*trainer\.invariants=warn"):
+        require(checks, 1)

@@ -1,10 +1,13 @@
 """Rewards on the way to advantages, and what each token counts in the loss."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from rltrain.algorithms.advantages import ADVANTAGES
+from rltrain.algorithms.advantages.inputs import Advantage, Advantages
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.stages import (
@@ -13,7 +16,7 @@ from rltrain.controller.stages import (
     with_rewards,
     with_token_rewards,
 )
-from rltrain.controller.step_metrics import update_metrics
+from rltrain.controller.step_metrics import reward_metrics, update_metrics
 from rltrain.policy.types import Updated
 
 PROMPT, LENGTHS = 1, (3, 2, 4, 1)
@@ -86,6 +89,41 @@ def test_a_failed_reward_leaves_baseline_and_loss() -> None:
     advantages, weights = weighed.require("advantages", "loss_weights")
     assert not advantages[:7].any() and not weights[:4].any()
     assert metrics["advantage/max"] == 0.5
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_where_every_reward_failed_nothing_is_learned(advantage: str) -> None:
+    batch = sampled([None, None, None, None])
+    cfg = config(advantage=advantage, overlong={"buffer_tokens": 2})
+    batch, metrics = with_token_rewards(batch, cfg.algorithm, 4, 0.0)
+    batch = batch.with_fields(values=torch.ones(batch.num_tokens))
+    batch, found = with_advantages(batch, cfg)
+    assert not metrics | found
+    assert not any(values.any() for values in batch.require("advantages", "loss_weights"))
+    assert reward_metrics(batch, num_timeouts=3) == {
+        "reward/failed_fraction": 1 / 4,
+        "reward/timeout_fraction": 3 / 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a_tensor", "expected Advantages, found Tensor"),
+        ("short", r"expected advantages of shape \(14,\), one of each token, found \(4,\)"),
+        ("nan", "advantages by algorithm.advantage=.*: token 1 of sequence 0 has nan"),
+    ],
+)
+def test_ones_own_advantage_is_refused_by_its_name(name: str, said: str) -> None:
+    cfg = config(advantage=f"{__name__}.{name}")
+    with pytest.raises(ValueError, match=f"algorithm.advantage={__name__}.{name}") as caught:
+        with_advantages(shaped(sampled([0.0, 1.0, 0.0, 1.0]), cfg), cfg)
+    assert re.search(said, str(caught.value))
+
+
+a_tensor: Any = Advantage(lambda inputs: inputs.rewards)  # type: ignore[arg-type,return-value]
+short = Advantage(lambda inputs: Advantages(inputs.rewards))
+nan = Advantage(lambda inputs: Advantages(torch.full_like(inputs.token_rewards, torch.nan)))
 
 
 def test_each_mini_batch_has_its_own_denominator() -> None:
