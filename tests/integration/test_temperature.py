@@ -73,5 +73,5 @@ def test_the_engine_reports_the_log_probabilities_the_trainer_computes(
     root: Path, temperature: str
 ) -> None:
     found = difference(root, temperature, temperature)
-    assert found.mean() < 5e-7 and found.max() < 3e-6
+    assert found.mean() < 1e-6 and found.max() < 1e-5  # 4e-7 and 2.6e-6 at 0.7 on one machine
     assert difference(root, temperature, UNSCALED).mean() > 0.1
