@@ -27,9 +27,17 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         Panel("groups without a gradient", ("group/zero_std_fraction",)),
         Panel("entropy", ("policy/entropy",)),
         Panel("gradient norm", ("policy/grad_norm",)),
-        Panel("clipped tokens", ("policy/clip_fraction",)),
+        Panel("clipped tokens", ("policy/clip_fraction_low", "policy/clip_fraction_high")),
+        Panel("largest and smallest ratio", ("policy/ratio_max", "policy/ratio_min"), True),
         Panel("KL to the old policy and the reference", ("policy/kl", "policy/ref_kl")),
         Panel("loss", ("policy/loss", "sft/loss")),
+        Panel("rounds of dynamic sampling", ("group/rounds",)),
+    ),
+    "critic": (
+        Panel("explained variance", ("value/explained_variance",)),
+        Panel("values and returns", ("value/mean", "value/return_mean")),
+        Panel("loss of the critic", ("value/loss",)),
+        Panel("gradient norm of the critic", ("value/grad_norm",)),
     ),
     "mismatch": (
         Panel("k3, as trained and native", ("mismatch/k3", "mismatch_native/k3"), log_scale=True),
@@ -47,6 +55,12 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
             ("mismatch/abs_diff_max", "mismatch_native/abs_diff_max"),
             log_scale=True,
         ),
+        Panel("mismatch over entropy", ("policy/mismatch_over_entropy",), log_scale=True),
+        Panel("effective sample size", ("correction/effective_sample_size",)),
+        Panel(
+            "rejected responses",
+            ("correction/reject_sequence_fraction", "correction/veto_sequence_fraction"),
+        ),
     ),
     "routing": (
         Panel("coverage", ("routing/coverage",)),
@@ -58,6 +72,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         Panel("overlap per layer", ("routing/overlap/layer_{layer}",)),
         Panel("tokens a flip can reach", ("routing/flipped_token_fraction",)),
         Panel("gate weight that replay keeps", ("routing/gate_mass",)),
+        Panel("load of the experts above an even share", ("routing/load_max", "routing/load_mean")),
         Panel("first differing layer", ("routing/first_differing_layer",)),
     ),
     "rollout": (
@@ -65,6 +80,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         Panel("truncated responses", ("rollout/truncated_fraction",)),
         Panel("failed rewards", ("reward/failed_fraction", "reward/timeout_fraction")),
         Panel("weight version", ("rollout/weight_version",)),
+        Panel("steps since the weights were pushed", ("rollout/staleness",)),
     ),
     "performance": (
         Panel("step time", ("time/step",)),
