@@ -136,7 +136,9 @@ def test_a_netrc_with_the_server_in_it_is_a_login(tmp_path):
 
 
 def test_the_dashboard_has_the_sections_and_only_known_metrics():
-    assert list(DASHBOARD) == ["learning", "mismatch", "routing", "rollout", "performance"]
+    assert list(DASHBOARD) == [
+        *("learning", "critic", "mismatch", "routing", "rollout", "performance")
+    ]
     for panels in DASHBOARD.values():
         for panel in panels:
             for name in panel.metrics:
