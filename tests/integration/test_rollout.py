@@ -123,8 +123,14 @@ def routes_of(rollouts: list[Rollout]) -> list[np.ndarray[Any, Any]]:
 def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
     problems = prompts(7)
     generator = Generator([cluster.plain, cluster.staggered], CONFIG)
-    batch, rollouts = generator.generate(problems, step=0)
-    assert batch.num_sequences == len(rollouts) == 28
+    batch, rollouts, names = generator.generate(problems, step=0)
+    assert batch.num_sequences == len(rollouts) == len(set(names)) == 28
+    assert names[5] == f"prompt {problems[1].id[:12]} sample 1"
+    cut = [rollout.finish_reason == "length" for rollout in rollouts]
+    assert batch.truncated is not None and batch.truncated.tolist() == cut
+    _, again, others = generator.generate(problems[:1], step=0, round=1)
+    assert not set(others) & set(names)
+    assert [r.response_tokens for r in again] != [r.response_tokens for r in rollouts[:4]]
     for i, rollout in enumerate(rollouts):
         assert rollout.prompt_tokens == problems[i // 4].prompt_tokens
         assert (rollout.response_tokens[-1] == EOS) == (rollout.finish_reason == "stop")
@@ -145,7 +151,7 @@ def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
 def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
     """Row t is about token t: shifted by one, or layers swapped, agreement falls to chance."""
     model = Qwen3MoeForCausalLM.from_pretrained(cluster.model, dtype=torch.float32).eval()
-    _, rollouts = Generator([cluster.plain], CONFIG).generate(prompts(6), step=1)
+    _, rollouts, _ = Generator([cluster.plain], CONFIG).generate(prompts(6), step=1)
     hits, differences = [], []
     for rollout, routes in zip(rollouts, routes_of(rollouts), strict=True):
         tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
@@ -170,7 +176,7 @@ def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_a
     for step in range(3):
         results = []
         for engine in (cluster.plain, cluster.staggered):
-            _, rollouts = Generator([engine], CONFIG).generate(prompts(20), step)
+            _, rollouts, _ = Generator([engine], CONFIG).generate(prompts(20), step)
             results.append(
                 (
                     [r.response_tokens for r in rollouts],
@@ -206,7 +212,7 @@ def test_a_refused_request_leaves_the_engine_usable(cluster: Cluster) -> None:
 def test_a_dead_engine_is_named_and_its_routes_live_on(cluster: Cluster) -> None:
     """Last, since it takes an engine away."""
     generator = Generator([cluster.plain, cluster.staggered], CONFIG)
-    _, rollouts = Generator([cluster.staggered], CONFIG).generate(prompts(3), step=0)
+    _, rollouts, _ = Generator([cluster.staggered], CONFIG).generate(prompts(3), step=0)
     before = [array.tobytes() for array in routes_of(rollouts)]
     actor = psutil.Process(ray.get(cluster.staggered.capabilities.remote())["pid"])
     for child in actor.children(recursive=True):
