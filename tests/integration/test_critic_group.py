@@ -23,9 +23,13 @@ LENGTHS = (9, 4, 12, 5)
 @pytest.fixture(scope="module")
 def started() -> Iterator[None]:
     """Ray believes in three GPUs; nothing here computes on them."""
-    ray.init(address="local", num_cpus=2, num_gpus=3, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # It counts those that are visible, and some test before may have hidden all.
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+        quiet = {"include_dashboard": False, "log_to_driver": False}
+        ray.init(address="local", num_cpus=2, num_gpus=3, **quiet)
+        yield
+        ray.shutdown()
 
 
 def config(**trainer: Any) -> Config:
