@@ -47,24 +47,20 @@ class Sampler:
         """
         dynamic = self.config.algorithm.dynamic_sampling.max_rounds
         wanted = self.config.trainer.prompts_per_step
+        if not dynamic:
+            sampled = self._round(step, 0, timer)
+            return sampled, _metrics(sampled)
         rounds: list[Sampled] = []
         kept: list[Sampled] = []
         num_kept = 0
-        for round in range(max(1, dynamic)):
+        for round in range(dynamic):
             rounds.append(self._round(step, round, timer))
-            if not dynamic:
-                kept = rounds
-                break
             rows = teaching_rows(rounds[-1].batch, wanted - num_kept)
             kept.append(rounds[-1].select(rows))
             num_kept += len(rows) // self.config.algorithm.group_size
             if num_kept == wanted:
                 break
-        seen = join(rounds)
-        metrics = step_metrics.reward_metrics(seen.batch, seen.num_timeouts)
-        metrics |= step_metrics.rollout_metrics(seen.batch)
-        if not dynamic:
-            return seen, metrics
+        metrics = _metrics(join(rounds))
         metrics["group/rounds"] = float(len(rounds))
         metrics["group/kept_fraction"] = num_kept / (len(rounds) * wanted)
         if num_kept < wanted:
@@ -94,6 +90,11 @@ class Sampler:
                 shuffle_seed=step if self.config.data.reward.shuffle else None,
             )
         return Sampled(batch, names, sum(j.status == "timeout" for j in judged))
+
+
+def _metrics(seen: Sampled) -> dict[str, float]:
+    rewards = step_metrics.reward_metrics(seen.batch, seen.num_timeouts)
+    return rewards | step_metrics.rollout_metrics(seen.batch)
 
 
 def join(parts: Sequence[Sampled]) -> Sampled:

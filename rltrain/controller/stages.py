@@ -10,7 +10,7 @@ from rltrain.algorithms.advantages.inputs import AdvantageInputs, require_advant
 from rltrain.algorithms.correction import correct
 from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.reduce import loss_weights
-from rltrain.algorithms.sequences import sequence_sum
+from rltrain.algorithms.sequences import sequence_of, sequence_sum
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig, CorrectionConfig, OverlongConfig
@@ -84,9 +84,10 @@ def with_token_rewards(
     (rewards,) = batch.require("rewards")
     lengths = sequence_sum(batch.response_mask.double(), batch.seq_lens)
     shaped = rewards - overlong_penalty(lengths, algorithm.overlong, max_response_tokens)
-    sequence = torch.arange(batch.num_sequences).repeat_interleave(batch.seq_lens)
     position = torch.where(batch.response_mask, torch.arange(batch.num_tokens), -1)
-    last = torch.full_like(batch.seq_lens, -1).scatter_reduce(0, sequence, position, "amax")
+    last = torch.full_like(batch.seq_lens, -1).scatter_reduce(
+        0, sequence_of(batch.seq_lens), position, "amax"
+    )
     token_rewards = torch.zeros(batch.num_tokens, dtype=torch.float64)
     token_rewards[last[last >= 0]] = shaped[last >= 0]
     if batch.ref_logprobs is not None and algorithm.kl.where == "reward":

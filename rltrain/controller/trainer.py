@@ -12,7 +12,6 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import checkpoint, stages, step_metrics
 from rltrain.controller.critic_group import CriticGroup
-from rltrain.controller.critic_stages import value_metrics
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.invariants import FirstStep, block, check_first_step, require
 from rltrain.controller.policy_group import PolicyGroup
@@ -211,7 +210,7 @@ class Trainer:
     def update_critic(self, critic: CriticGroup, batch: Batch) -> dict[str, float]:
         names = "values", "returns", "loss_weights"
         fields = dict(zip(names, batch.require(*names), strict=True))
-        return value_metrics(batch, critic.update(fields))
+        return step_metrics.value_metrics(batch, critic.update(fields))
 
     def adapt_reference(
         self, step: int, batch: Batch, metrics: dict[str, float]

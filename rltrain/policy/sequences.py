@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.algorithms.sequences import sequence_of
 from rltrain.parallel.tokens import take
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
@@ -21,8 +22,7 @@ def sequence_mean(mb: MicroBatch, loss_weights: Tensor, mesh: Mesh) -> Callable[
     """
     lens, counted = mb.batch.seq_lens, loss_weights != 0
     nowhere = len(lens)  # where padding slots and tokens out of the loss belong
-    of_token = torch.arange(len(lens)).repeat_interleave(lens)
-    of_token = torch.where(counted, of_token, nowhere)
+    of_token = torch.where(counted, sequence_of(lens), nowhere)
     of_slot = take(of_token, mb.layout.targets, nowhere).to(mb.device)  # [S]
     count = of_token.bincount(minlength=nowhere + 1).clamp_min(1).to(mb.device)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rltrain.batch import Batch
-from rltrain.controller.critic_stages import explained_variance, value_metrics
+from rltrain.controller.step_metrics import explained_variance, value_metrics
 from rltrain.policy.types import Updated
 from rltrain.tracking.metrics import METRICS
 
