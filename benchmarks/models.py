@@ -1,0 +1,71 @@
+"""Model folders to measure with: a published configuration, fewer layers, random weights.
+
+Speed asks for shapes and for how evenly tokens spread over experts, not for what the weights know.
+Random routers spread them evenly, the best case; ``skew`` makes some experts wanted more.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rltrain.data.tiny_model import save_atomically
+from rltrain.data.tokenizer import tiny_tokenizer
+from rltrain.weights.architecture import Architecture
+from rltrain.weights.export import write_huggingface
+from rltrain.weights.families import parameters, read_architecture
+
+CONFIGS = Path(__file__).parents[1] / "conf/model"
+
+
+def random_slice(
+    folder: Path, name: str = "Qwen3-30B-A3B", *, layers: int = 4, skew: float = 0.0
+) -> Path:
+    """The first ``layers`` of a model of ``conf/model``, in bf16, with the tiny tokenizer.
+
+    Args:
+        folder: where such models are cached
+        skew: standard deviation of the logarithm of the length of a router's rows
+
+    Returns:
+        The model's folder.
+    """
+    path = folder / f"{name}-{layers}-layers-skew-{skew:g}"
+    if not path.exists():
+        save_atomically(path, lambda beside: _save(beside, name, layers, skew))
+    return path
+
+
+def _save(beside: Path, name: str, layers: int, skew: float) -> None:
+    source = beside / "source"
+    source.mkdir()
+    config = json.loads((CONFIGS / name / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    (source / "config.json").write_text(json.dumps(config))
+    tiny_tokenizer().save_pretrained(source)
+    arch = read_architecture(source)
+    write_huggingface(beside / "model", source, _random(arch, skew), arch, torch.bfloat16)
+    for file in [*source.iterdir()]:
+        file.unlink()
+    source.rmdir()
+    for file in [*(beside / "model").iterdir()]:
+        file.rename(beside / file.name)
+    (beside / "model").rmdir()
+
+
+def _random(arch: Architecture, skew: float) -> Iterator[tuple[str, Tensor]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    draw = torch.Generator(device).manual_seed(0)
+    for parameter in parameters(arch):
+        for tensor in parameter.tensors:
+            values = torch.randn(tensor.shape, generator=draw, device=device)
+            if len(tensor.shape) == 1:
+                values = 1 + values / 50
+            else:
+                values = values / 50
+            if skew and ".mlp.gate." in tensor.name:
+                rows = torch.randn((len(values), 1), generator=draw, device=device)
+                values = values * (skew * rows).exp()
+            yield tensor.name, values.bfloat16()
