@@ -61,10 +61,7 @@ def _random(arch: Architecture, skew: float) -> Iterator[tuple[str, Tensor]]:
     for parameter in parameters(arch):
         for tensor in parameter.tensors:
             values = torch.randn(tensor.shape, generator=draw, device=device)
-            if len(tensor.shape) == 1:
-                values = 1 + values / 50
-            else:
-                values = values / 50
+            values = 1 + values / 50 if len(tensor.shape) == 1 else values / 50
             if skew and ".mlp.gate." in tensor.name:
                 rows = torch.randn((len(values), 1), generator=draw, device=device)
                 values = values * (skew * rows).exp()

@@ -1,4 +1,4 @@
-"""What a benchmark writes: one JSON file that says what was measured, on what, against which ceiling.
+"""What a benchmark writes: one JSON file of what was measured, on what, against which ceiling.
 
 result = Result("rollout", settings={"layers": 4})
 result.measure("trainer_tokens_per_second", 11800.0)
