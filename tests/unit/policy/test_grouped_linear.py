@@ -51,7 +51,7 @@ def test_gradients_are_added_to_what_main_grad_holds(apart: bool) -> None:
     counts = [3, 0, 2]
     x, ends, weights = _case(counts)
     grad = torch.randn(sum(counts), OUT)
-    out, to_x, to_weights = _one_by_one(x, counts, weights, grad)
+    _, to_x, to_weights = _one_by_one(x, counts, weights, grad)
     buffer = torch.ones(3, OUT, IN, dtype=torch.float64)
     for weight, part in zip(weights, buffer, strict=True):
         weight.main_grad = part.clone() if apart else part  # type: ignore[attr-defined]
