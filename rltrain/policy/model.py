@@ -22,6 +22,7 @@ from rltrain.policy.grouped_linear import (
     is_aligned,
 )
 from rltrain.policy.guards import check_armed, check_replayable, check_schedule
+from rltrain.policy.head import in_fp32
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.mtp import frozen_mtp_block
 from rltrain.policy.rotary import set_rotary
@@ -141,7 +142,7 @@ def _finish(
     if arch.value_head:
         model.output_layer = ValueHead(config)
     elif policy.precision.head == "fp32":
-        model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
+        model.output_layer.register_forward_pre_hook(in_fp32, with_kwargs=True)
 
 
 def _route_layers(
@@ -230,10 +231,3 @@ def _mark_sinks(model: GPTModel, config: TransformerConfig) -> None:
         if name.endswith(".core_attention.softmax_offset"):
             param.data = param.data.to(config.params_dtype)
             param.tensor_model_parallel = True
-
-
-def _in_fp32(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the output head multiply in fp32; ``weight`` is the embedding's where it is tied."""
-    weight = kwargs.get("weight")
-    weight = module.weight if weight is None else weight
-    return (args[0].float(), *args[1:]), {**kwargs, "weight": weight.float()}
