@@ -28,7 +28,9 @@ def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster)
         capture=_capture(config, arch),
         trust_remote_code=config.model.trust_remote_code,
         quantization=fp8_config(arch) if config.rollout.quantization == "fp8" else None,
-        sleeps=placed.placement.colocated,
+        # For training to have the GPUs, or a fresh engine to compare with.
+        sleeps=placed.device == "cuda"
+        and (placed.placement.colocated or config.trainer.check_weight_sync),
     )
 
 
