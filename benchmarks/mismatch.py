@@ -1,6 +1,6 @@
 """What routing replay is worth in bf16 on a model that has learned something, on this machine.
 
-    python -m benchmarks.mismatch [--device cuda] [--train-seconds 240] [--out FILE] [--layers 24 ...]
+    python -m benchmarks.mismatch [--train-seconds 240] [--device cuda] [--out FILE] ...
 
 Trains (`benchmarks.pretrain`), exports, lets vLLM sample from held-out prompts at temperature 1 in
 a process of its own, and scores the same tokens natively and on vLLM's routes. Whatever one side's
@@ -13,9 +13,9 @@ the mean of -log p of what was sampled at temperature 1, an unbiased estimate.
 
 import argparse
 import dataclasses
+import gc
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -76,7 +76,6 @@ def sample(
     import vllm
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.inputs import TokensPrompt
 
     from rltrain.rollout.engine import has_fp32_head
 
@@ -97,7 +96,7 @@ def sample(
         each.ignore_eos = True
     start = time.monotonic()
     outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=list(r.prompt_tokens)) for r in requests],
+        [{"prompt_token_ids": list(request.prompt_tokens)} for request in requests],
         params,
         use_tqdm=False,
     )
@@ -182,6 +181,8 @@ class Compared:
     flipped_experts: list[float]
     """Share of the rollout's experts that native routing did not choose."""
     entropy: list[float]
+    busiest: list[float]
+    """By layer: rows of the busiest expert over the mean; 1 is even, E is collapse."""
 
 
 def compare(model: "ModelOnMesh", batch: Batch, shape: Shape, device: torch.device) -> Compared:
@@ -223,6 +224,7 @@ def compare(model: "ModelOnMesh", batch: Batch, shape: Shape, device: torch.devi
         flipped_rows=(shared < k).double().mean((1, 2)).tolist(),
         flipped_experts=(1 - shared / k).mean((1, 2)).tolist(),
         entropy=(-rollout[response].view(count, -1)).mean(1).tolist(),
+        busiest=[float(rows.max() / rows.double().mean()) for rows in agreement.load.values()],
     )
 
 
@@ -244,7 +246,7 @@ def report(result: Result, name: str, found: Compared) -> None:
     for routing in ("native", "replayed"):
         for metric, value in found.metrics[routing].items():
             result.measure(f"{name}/{routing}/{metric}", value)
-    for what in ("flipped_rows", "flipped_experts", "entropy"):
+    for what in ("flipped_rows", "flipped_experts", "entropy", "busiest"):
         interval = mean_interval(getattr(found, what))
         _measure(result, f"{name}/{what}", interval)
         lines.append(f"| {what} | {_text(interval)} | | |")
@@ -282,26 +284,38 @@ def run(
         result.measure(name, value)
     model = folder / "trained"
     worker.export(str(model), "bfloat16")
-    del worker.optimizer, worker.chunks, worker.model
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    del worker.optimizer, worker.learning_rate, worker.chunks, worker.model
     starts = torch.linspace(0, len(held_out) - sizes.prompt_tokens, sizes.prompts).long()
     prompts = torch.stack([held_out[s : s + sizes.prompt_tokens] for s in starts]).long()
     heads: tuple[Head, Head] = ("params", "fp32")
     for engine_head in heads:
-        out = folder / f"{engine_head}.safetensors"
-        arguments = (str(model), prompts, sizes, engine_head, device, str(out))
-        child = multiprocessing.get_context("spawn").Process(target=sample, args=arguments)
-        child.start()
-        child.join()
-        if child.exitcode:
-            print(f"engine with head {engine_head} failed: exit code {child.exitcode}", flush=True)
-        if not out.exists():
+        sampled = _sampled_apart(model, prompts, sizes, engine_head, device)
+        if sampled is None:
             continue
-        batch = batch_of(load_file(out), sizes)
+        text_of = bytes(sampled["tokens"][sizes.prompts // 2].tolist()).decode("utf-8", "replace")
+        print(f"a prompt and its response:\n{text_of}\n", flush=True)
+        batch = batch_of(sampled, sizes)
         for trainer_head in heads:
             found = compare(scorer(worker, model, trainer_head), batch, shape, worker.device)
             report(result, f"engine {engine_head}, trainer {trainer_head}", found)
+
+
+def _sampled_apart(
+    model: Path, prompts: Tensor, sizes: Sampling, head: Head, device: Device
+) -> dict[str, Tensor] | None:
+    """What `sample` writes, in a process that gives the GPU back; None where it wrote nothing."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    out = model.with_name(f"{head}.safetensors")
+    child = multiprocessing.get_context("spawn").Process(
+        target=sample, args=(str(model), prompts, sizes, head, device, str(out))
+    )
+    child.start()
+    child.join()
+    if child.exitcode:
+        print(f"engine with head {head} failed: exit code {child.exitcode}", flush=True)
+    return load_file(out) if out.exists() else None
 
 
 def main() -> None:
@@ -330,4 +344,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
