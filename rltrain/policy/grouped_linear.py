@@ -78,7 +78,7 @@ class GroupedLinear(torch.nn.Module):
         Returns [tokens, out], and the biases where it is for the caller to add them.
         """
         biases = self._each("bias") if self.with_bias else None
-        if not is_aligned(self.weight0.shape, x.dtype):
+        if not is_aligned(self._each("weight")[0].shape, x.dtype):
             out = self._one_by_one(x, m_splits)
         else:
             counts = torch.tensor(m_splits, dtype=torch.int32).to(x.device, non_blocking=True)
