@@ -16,6 +16,8 @@ from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.supervised import warm_started_model
 from rltrain.controller.trainer import Trainer
+from rltrain.controller.transfer import choose_carrier
+from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problems import load_problems
 from rltrain.data.tiny_model import build_random_model
@@ -47,12 +49,16 @@ def run(config: Config) -> None:
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)
         policy = PolicyGroup(config, str(path), placed)
+        carrier = choose_carrier(
+            config.rollout.weight_transfer, placed.device, colocated=0 < placed.engine_gpus < 1
+        )
+        weight_sync = WeightSync(policy, engines, carrier, config.cluster.call_timeout_s)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
         prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
-        trainer = Trainer(config, arch, sampler, policy, critic, spec)
+        trainer = Trainer(config, arch, sampler, policy, critic, spec, weight_sync)
         done = trainer.resume()
         versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
         tracker = Tracker(

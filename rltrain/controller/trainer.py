@@ -16,7 +16,7 @@ from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.invariants import FirstStep, block, check_first_step, require
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
-from rltrain.controller.weight_sync import check_weight_sync, sync_weights
+from rltrain.controller.weight_sync import WeightSync, check_weight_sync
 from rltrain.controller.worker_group import WorkerGroup
 from rltrain.policy.types import Scored, Updated
 from rltrain.rollout.launch import EngineSpec
@@ -45,6 +45,7 @@ class Trainer:
     policy: PolicyGroup
     critic: CriticGroup | None
     spec: EngineSpec
+    weight_sync: WeightSync
     evaluator: Evaluator = field(init=False)
     tracker: Tracker = field(init=False)
     kl_coef: float = field(init=False)
@@ -303,7 +304,7 @@ class Trainer:
         """Bring the weights after ``step`` into the engines."""
         self.synced_after = step
         engines, limit = self.sampler.generator.engines, self.config.cluster.call_timeout_s
-        sync_weights(self.policy, engines, self.config.rollout.dtype, limit)
+        self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             check_weight_sync(self.policy, engines, self.spec, limit)
 
