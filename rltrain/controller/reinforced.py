@@ -10,7 +10,7 @@ from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
 from rltrain.controller.cluster import cluster
 from rltrain.controller.critic_group import CriticGroup
-from rltrain.controller.engines import engine_spec, start_engines
+from rltrain.controller.engines import ask, engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
@@ -43,22 +43,24 @@ def run(config: Config) -> None:
             arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
             check_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
+        carrier = choose_carrier(config.rollout.weight_transfer, placed.placement)
         path = given or warm_started_model(config, placed)
         arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
-        # The engines load while the policy workers do.
+        # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
+        # with the memory that it finds free.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)
+        if placed.placement.colocated:
+            wait_until_ready()
+            ask(engines, "sleep", config.cluster.call_timeout_s, 2)
         policy = PolicyGroup(config, str(path), placed)
-        carrier = choose_carrier(
-            config.rollout.weight_transfer, placed.device, colocated=0 < placed.engine_gpus < 1
-        )
         weight_sync = WeightSync(policy, engines, carrier, config.cluster.call_timeout_s)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
         prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
-        trainer = Trainer(config, arch, sampler, policy, critic, spec, weight_sync)
+        trainer = Trainer(config, arch, sampler, policy, critic, spec, placed, weight_sync)
         done = trainer.resume()
         versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
         tracker = Tracker(

@@ -2,17 +2,24 @@
 
 from typing import Literal
 
+from rltrain.config import Config
 from rltrain.config.rollout import Carrier
+from rltrain.controller.placement import Placement
 
 
-def choose_carrier(
-    wanted: Literal["auto"] | Carrier, device: Literal["cpu", "cuda"], *, colocated: bool
-) -> Carrier:
+def check_transfer(config: Config, placement: Placement) -> None:
+    """As `choose_carrier`, where there are engines."""
+    if config.engine_ranks:
+        choose_carrier(config.rollout.weight_transfer, placement)
+
+
+def choose_carrier(wanted: Literal["auto"] | Carrier, placement: Placement) -> Carrier:
     """What ``rollout.weight_transfer`` means where the run was placed.
 
     Raises:
         ValueError: the bytes cannot take that way there.
     """
+    device, colocated = placement.device, placement.colocated
     if wanted == "auto":
         if device == "cpu":
             return "shm"
