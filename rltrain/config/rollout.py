@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
+Carrier = Literal["shm", "ipc", "broadcast"]
 
 OLDEST_VLLM = "0.26"
 """The first with routed experts, processed log-probabilities and the weight transfer API."""
@@ -68,6 +69,11 @@ class RolloutConfig(Section):
     """Give the engine a step's requests as one batch in a fixed order with a fresh prefix cache,
     so that two runs sample the same tokens, log-probabilities and routes."""
     enforce_eager: bool = True
+    weight_transfer: Literal["auto"] | Carrier = "auto"
+    """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
+    are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
+    CPUs. ``shm``: through the host's shared memory. ``auto`` is shm on CPUs, ipc where engines are
+    colocated, else broadcast."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
     kv_cache_gib: Positive = 1
     """CPU only: memory for the KV cache."""

@@ -96,6 +96,19 @@ class RolloutEngine:
         """How many weight syncs this engine has seen."""
         return self._weight_version
 
+    async def devices(self) -> list[str]:
+        """Of each vLLM worker: its GPU, by a name that other processes give it too, or "cpu"."""
+        from rltrain.weights import receiver
+
+        return await self._unless_dead(receiver.devices(self._engine))
+
+    async def join_group(self, file: str, first_rank: int, size: int, timeout_s: float) -> None:
+        """Have the vLLM workers join the policy's rank 0, which will broadcast its weights."""
+        from rltrain.weights import receiver
+
+        joining = receiver.join_group(self._engine, file, first_rank, size, timeout_s)
+        await self._unless_dead(joining)
+
     async def start_weight_sync(self) -> None:
         from rltrain.weights import receiver
 
