@@ -15,6 +15,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rltrain.config.policy import PolicyConfig
 from rltrain.parallel.layers import Pipeline, route_layers
 from rltrain.policy.all_heads_norm import norm_all_heads
+from rltrain.policy.grouped_linear import (
+    ColumnGroupedLinear,
+    GroupedLinear,
+    RowGroupedLinear,
+    is_aligned,
+)
 from rltrain.policy.guards import check_armed, check_replayable, check_schedule
 from rltrain.policy.head import in_fp32
 from rltrain.policy.mesh import Mesh
@@ -80,6 +86,9 @@ def build_model(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True
         )
         chunks.append(DistributedDataParallel(config, ddp_config, chunk) if ddp else chunk)
+        for module in chunk.modules() if ddp else ():
+            if isinstance(module, GroupedLinear):
+                module.into_main_grad = True
     return chunks
 
 
@@ -163,9 +172,24 @@ def _decoder(chunk: torch.nn.Module) -> Any:
 def _block_spec(
     config: TransformerConfig, policy: PolicyConfig, device: torch.device, vp_stage: int | None
 ) -> Any:
-    if uses_transformer_engine(policy, device):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    return torch_block_spec(config, vp_stage=vp_stage)
+    if not uses_transformer_engine(policy, device):
+        return torch_block_spec(config, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if groups_experts(config):
+        for layer in spec.layer_specs:
+            if (experts := getattr(layer.submodules.mlp.submodules, "experts", None)) is not None:
+                experts.submodules.linear_fc1 = ColumnGroupedLinear
+                experts.submodules.linear_fc2 = RowGroupedLinear
+    return spec
+
+
+def groups_experts(config: TransformerConfig) -> bool:
+    """Whether experts run as one product where Transformer Engine does the rest: it alone has FP8,
+    and ``grouped_mm`` takes aligned rows only."""
+    if not config.num_moe_experts or config.fp8 or config.fp4:
+        return False
+    sizes = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
+    return is_aligned(sizes, config.params_dtype)
 
 
 def _backend(policy: PolicyConfig, device: torch.device) -> BackendSpecProvider:
