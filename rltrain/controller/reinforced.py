@@ -57,7 +57,7 @@ def run(config: Config) -> None:
         weight_sync = WeightSync(policy, engines, carrier, config.cluster.call_timeout_s)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
-        prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
+        prompts = PromptLoader(problems.train, config.prompts_per_round, config.trainer.seed)
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
         trainer = Trainer(config, arch, sampler, policy, critic, spec, placed, weight_sync)
