@@ -30,6 +30,7 @@ OWNED_ENGINE_ARGS = frozenset(
         "quantization_config",
         "load_format",
         "hf_overrides",
+        "enable_sleep_mode",
     }
 )
 

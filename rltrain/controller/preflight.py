@@ -246,45 +246,29 @@ def count_gpus() -> int:
 
 
 def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
-    """On GPUs every policy and engine rank has its own, and a critic rank its own or its policy
-    rank's; one rank and one engine may share one.
+    """Every rank has a place: see `placement.place_on_gpus`.
 
     On a CPU at most ``RANKS_PER_CORE`` ranks a core, all together.
     """
     # It needs torch, which takes seconds.
-    from rltrain.algorithms.advantages import needs_critic
+    from rltrain.controller.placement import arithmetic, count_ranks, place_on_gpus
 
-    layout = config.policy.parallel
-    policy = layout.world_size
-    engines = config.engine_ranks
-    critic = policy if needs_critic(config.algorithm) else 0
-    sums = (
-        f"tp*pp*cp*dp = {layout.tp}*{layout.pp}*{layout.cp}*{layout.dp} = {policy} policy ranks, "
-        + f"as many critic ranks (critic.placement={config.critic.placement}) " * (critic > 0)
-        + f"and num_engines*tensor_parallel = {engines} engine ranks"
-    )
-    if device == "cpu" and policy + critic + engines > RANKS_PER_CORE * cores:
+    ranks = count_ranks(config)
+    if device == "cpu" and ranks > RANKS_PER_CORE * cores:
         raise ValueError(
             f"expected at most {RANKS_PER_CORE} ranks a core, {RANKS_PER_CORE * cores} on {cores} "
-            f"cores, found {policy + critic + engines}: {sums}. Lower policy.parallel.* or "
+            f"cores, found {ranks}: {arithmetic(config)}. Lower policy.parallel.* or "
             "rollout.num_engines"
         )
     if device == "cpu":
         return
-    own = critic if config.critic.placement == "own" else 0
     usable = gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
     if usable > gpus or gpus == 0:
         raise ValueError(
             f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
         )
-    needed = policy + own + engines
-    if needed > usable and not (policy == engines == usable == 1 and own == 0):
-        raise ValueError(
-            f"expected a GPU for each rank, {needed} in all, found {usable}: {sums}. "
-            "(One policy rank and one engine may share one GPU, and every policy rank one with "
-            "its critic rank.) Lower policy.parallel.* or rollout.num_engines"
-        )
+    place_on_gpus(config, usable)
 
 
 def check_output(config: Config) -> None:

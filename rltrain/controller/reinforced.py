@@ -10,7 +10,7 @@ from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
 from rltrain.controller.cluster import cluster
 from rltrain.controller.critic_group import CriticGroup
-from rltrain.controller.engines import engine_spec, start_engines
+from rltrain.controller.engines import ask, engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
@@ -43,16 +43,20 @@ def run(config: Config) -> None:
         placed = stack.enter_context(cluster(config))
         path = given or warm_started_model(config, placed)
         arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
-        # The engines load while the policy workers do.
+        # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
+        # with the memory that it finds free.
         spec = engine_spec(config, path, arch, placed)
         engines, wait_until_ready = start_engines(config, spec, placed)
+        if placed.placement.colocated:
+            wait_until_ready()
+            ask(engines, "sleep", config.cluster.call_timeout_s, 2)
         policy = PolicyGroup(config, str(path), placed)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
         prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
-        trainer = Trainer(config, arch, sampler, policy, critic, spec)
+        trainer = Trainer(config, arch, sampler, policy, critic, spec, placed)
         done = trainer.resume()
         versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
         tracker = Tracker(

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import ray
 
 from rltrain.controller.engines import answers, ask
 from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller.turns import Turns
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.digest import check_same
@@ -29,23 +31,29 @@ def sync_weights(policy: PolicyGroup, engines: Sequence[Any], dtype: str, timeou
 
 
 def check_weight_sync(
-    policy: PolicyGroup, engines: Sequence[Any], spec: EngineSpec, timeout_s: float
+    turns: Turns, spec: EngineSpec, options: dict[str, Any], timeout_s: float
 ) -> None:
     """Compare every engine, bitwise, with a fresh one started from an export of the policy.
 
-    Slow: it starts an engine. On a GPU that needs as much free memory again.
+    Slow: it starts an engine. On GPUs the engines sleep meanwhile.
+
+    Args:
+        options: of the fresh engine's actor
 
     Raises:
         ValueError: naming the tensors that differ.
     """
     with tempfile.TemporaryDirectory(prefix="rltrain-sync-check-") as folder:
         path = str(Path(folder) / "model")
-        policy.call("export_for_engine", path)
-        engine, ready = start_engine(replace(spec, model_path=path, capture=None))
-        try:
-            answers([ready], "start", timeout_s)
-            [fresh] = ask([engine], "digest", timeout_s)
-        finally:
-            ray.kill(engine)
-    for synced in ask(engines, "digest", timeout_s):
-        check_same(synced, fresh)
+        with turns.engines_aside() if spec.sleeps else nullcontext():
+            with turns.parameters_back():
+                turns.policy.call("export_for_engine", path)
+            engine, ready = start_engine(replace(spec, model_path=path, capture=None), **options)
+            try:
+                answers([ready], "start", timeout_s)
+                [fresh] = ask([engine], "digest", timeout_s)
+                ask([engine], "shutdown", timeout_s)
+            finally:
+                ray.kill(engine)
+        for synced in ask(turns.engines, "digest", timeout_s):
+            check_same(synced, fresh)

@@ -22,6 +22,7 @@ from rltrain.policy.guards import native_losses
 from rltrain.policy.learner import Learner
 from rltrain.policy.micro_batch import MicroBatch
 from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, score
+from rltrain.policy.residency import Parts, weights
 from rltrain.policy.routes import fetch_routes
 from rltrain.policy.sequences import sequence_mean
 from rltrain.policy.types import Plan, StageScored, Updated
@@ -48,6 +49,12 @@ class PolicyWorker(Learner):
             self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None
         )
         self.recorded_routes: Tensor | None = None
+
+    def _parts(self) -> Parts:
+        reference = self.reference
+        if reference is None:
+            return super()._parts()
+        return {**super()._parts(), "reference": lambda: weights(reference.chunks)}
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
         sampled = self.config.algorithm.type != "sft"

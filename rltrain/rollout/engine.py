@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Awaitable, Sequence
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 
@@ -115,6 +115,21 @@ class RolloutEngine:
         self._syncing = False
         self._weight_version += 1
         return self._weight_version
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Leave the GPU's memory to others: the KV cache is forgotten, and the weights are kept on
+        the host (1) or forgotten too (2), for a weight sync to bring new ones.
+
+        Raises:
+            RuntimeError: requests are running; vLLM would abort them.
+        """
+        if self._engine.output_processor.has_unfinished_requests():
+            raise RuntimeError("an engine was put to sleep while requests are running")
+        await self._unless_dead(self._engine.sleep(level))
+
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """Take memory for those parts again; once it has both, the engine generates."""
+        await self._unless_dead(self._engine.wake_up(list(parts)))
 
     async def digest(self) -> dict[str, str]:
         """Digest by name of every parameter and buffer, in the engine's own storage format."""
@@ -230,12 +245,15 @@ class RolloutEngine:
         self._engine.shutdown()
 
 
-def start_engine(spec: EngineSpec, num_gpus: float = 0.0, **options: Any) -> Any:
+def start_engine(spec: EngineSpec, **options: Any) -> Any:
     """Create the actor and begin loading.
+
+    Args:
+        options: of the Ray actor
 
     Returns:
         (handle, reference to its capabilities): get the second to wait until it is ready.
     """
-    actor = ray.remote(RolloutEngine).options(num_cpus=0, num_gpus=num_gpus, **options)
+    actor = ray.remote(RolloutEngine).options(**{"num_cpus": 0, **options})
     handle = actor.remote(spec)
     return handle, handle.start.remote()

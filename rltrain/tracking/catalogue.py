@@ -404,6 +404,8 @@ def _seconds(phase: str, what: str) -> Metric:
 PERFORMANCE = (
     _seconds("generate", "sampling the responses"),
     _seconds("reward", "computing the rewards"),
+    _seconds("engine_sleep", "engines that share GPUs: freeing their memory for training"),
+    _seconds("onload", "policy and critic back from host memory, where engines share GPUs"),
     _seconds("old_logprobs", "log-probabilities before the update, with replay"),
     _seconds("native_logprobs", "the same with native routing, on sampled steps"),
     _seconds("ref_logprobs", "log-probabilities under the reference"),
@@ -411,6 +413,8 @@ PERFORMANCE = (
     _seconds("advantages", "advantages"),
     _seconds("update", "forward, backward and optimizer"),
     _seconds("critic_update", "the same of the critic"),
+    _seconds("offload", "policy and critic to host memory, where engines share GPUs"),
+    _seconds("engine_wake", "engines that share GPUs: taking their memory again"),
     _seconds("weight_sync", "handing the weights to the engine"),
     _seconds("eval", "evaluation"),
     _seconds("checkpoint", "saving"),
