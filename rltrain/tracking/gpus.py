@@ -65,6 +65,18 @@ class GpuLog:
         self._thread.join()
 
 
+def name_of(gpus: Sequence[str]) -> str:
+    """The name of the first of these GPUs; empty where there is none or nvidia-smi does not say."""
+    if not gpus or not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", f"--id={gpus[0]}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except subprocess.SubprocessError:  # a run does not end because its card has no name
+        return ""
+    return done.stdout.strip()
+
+
 def start_gpu_log(path: Path, gpus: Sequence[str]) -> GpuLog | None:
     """None where there are no GPUs to watch, or no nvidia-smi to ask."""
     return GpuLog(path, gpus) if gpus and shutil.which("nvidia-smi") else None

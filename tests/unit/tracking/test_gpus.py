@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rltrain.config.trainer import TrackingConfig
-from rltrain.tracking.gpus import parse, read_gpus, start_gpu_log, timeline
+from rltrain.tracking.gpus import name_of, parse, read_gpus, start_gpu_log, timeline
 from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.tracker import Tracker
 
@@ -21,6 +21,7 @@ LINES = (
 )
 SCRIPT = """#!/bin/sh
 echo "$$ $*" >> "{folder}/calls"
+case "$*" in *--query-gpu=name*) echo "NVIDIA H200"; exit;; esac
 printf '%s\\n' {lines}
 while true; do sleep 0.02; done
 """
@@ -88,6 +89,15 @@ def test_without_gpus_nothing_is_started(tmp_path, nvidia_smi):
 def test_without_nvidia_smi_nothing_is_started(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert start_gpu_log(tmp_path / "gpus.csv", ["0"]) is None
+    assert name_of(["0"]) == ""
+
+
+def test_a_card_is_asked_for_its_name(nvidia_smi, tmp_path):
+    assert name_of(["1", "0"]) == "NVIDIA H200"
+    assert nvidia_smi()[0][1] == "--query-gpu=name --format=csv,noheader --id=1"
+    assert name_of([]) == ""
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert name_of(["0"]) == ""
 
 
 def test_lines_that_are_no_sample_are_left_out():
