@@ -59,6 +59,7 @@ def preflight(config: Config) -> None:
         load_reward(config.data.reward.function)
         if config.cluster.address is None:
             check_quantization(config.rollout.quantization, device(config.cluster))
+            check_expert_parallel(config, model, device(config.cluster))
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
     if config.model.path is not None:
@@ -186,6 +187,22 @@ def check_quantization(
             "multiplies FP8 weights with AMX instructions only, which few have and rltrain is not "
             "tested with. Use rollout.quantization=none; a folder with FP8 weights is read either "
             "way"
+        )
+
+
+def check_expert_parallel(config: Config, model: Sizes, device: Literal["cpu", "cuda"]) -> None:
+    if not config.rollout.expert_parallel:
+        return
+    ranks = config.rollout.tensor_parallel
+    if device == "cpu":
+        raise ValueError(
+            "rollout.expert_parallel=true: expected a GPU, found cluster.device=cpu, where vLLM's "
+            "kernels take every rank to have all experts. Use rollout.expert_parallel=false"
+        )
+    if model.num_experts == 0 or model.num_experts % ranks:
+        raise ValueError(
+            f"rollout.expert_parallel=true, rollout.tensor_parallel={ranks}: expected a divisor of "
+            f"the model's experts, found {model.num_experts} experts"
         )
 
 

@@ -13,6 +13,7 @@ from rltrain.controller.preflight import (
     Sizes,
     check_data,
     check_imported,
+    check_expert_parallel,
     check_layout,
     check_output,
     check_ranks,
@@ -96,6 +97,16 @@ def test_a_dense_model_has_nothing_to_replay(mode: str, tmp_path: Path) -> None:
     # Nothing is left to refuse but that the folder holds no weights.
     with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
         preflight(compose([model, folder, "routing_replay.capture=false"]))
+
+
+def test_engine_ranks_share_the_experts_out_on_gpus() -> None:
+    config = with_layout(rollout={"tensor_parallel": 2, "expert_parallel": True})
+    check_expert_parallel(config, MOE, "cuda")
+    with pytest.raises(ValueError, match=r"expert_parallel=true: expected a GPU, found"):
+        check_expert_parallel(config, MOE, "cpu")
+    for found in (0, 33):
+        with pytest.raises(ValueError, match=rf"divisor of the model's experts, found {found} exp"):
+            check_expert_parallel(config, MOE._replace(num_experts=found), "cuda")
 
 
 def test_the_layout_divides_the_model() -> None:
