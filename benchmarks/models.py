@@ -5,8 +5,9 @@ Random routers spread them evenly, the best case; ``skew`` makes some experts wa
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ def random_slice(
     return path
 
 
+def random_model(folder: Path, config: Mapping[str, Any]) -> Architecture:
+    """A new folder: ``config.json`` and random bf16 weights, without a tokenizer."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text(json.dumps(config))
+    return _with_weights(folder, source)
+
+
 def _save(beside: Path, name: str, layers: int, skew: float) -> None:
     source = beside / "source"
     source.mkdir()
@@ -46,14 +55,20 @@ def _save(beside: Path, name: str, layers: int, skew: float) -> None:
     config["num_hidden_layers"] = layers
     (source / "config.json").write_text(json.dumps(config))
     tiny_tokenizer().save_pretrained(source)
+    _with_weights(beside, source, skew)
+
+
+def _with_weights(folder: Path, source: Path, skew: float = 0.0) -> Architecture:
+    """Move the model of ``source``, a folder of ``folder``, there, with weights."""
     arch = read_architecture(source)
-    write_huggingface(beside / "model", source, _random(arch, skew), arch, torch.bfloat16)
+    write_huggingface(folder / "model", source, _random(arch, skew), arch, torch.bfloat16)
     for file in [*source.iterdir()]:
         file.unlink()
     source.rmdir()
-    for file in [*(beside / "model").iterdir()]:
-        file.rename(beside / file.name)
-    (beside / "model").rmdir()
+    for file in [*(folder / "model").iterdir()]:
+        file.rename(folder / file.name)
+    (folder / "model").rmdir()
+    return arch
 
 
 def _random(arch: Architecture, skew: float) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import platform
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -59,12 +59,21 @@ class Result:
 
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
     """The median of ``values`` and its 95 % bootstrap interval (Efron 1979, percentile)."""
+    return _bootstrap(values, statistics.median, seed)
+
+
+def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
+    """As `median_interval`, of the mean."""
+    return _bootstrap(values, statistics.fmean, seed)
+
+
+def _bootstrap(
+    values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int
+) -> Interval:
     draw = random.Random(seed)
-    medians = sorted(
-        statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)
-    )
+    found = sorted(statistic(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     edge = round(0.025 * RESAMPLES)
-    return Interval(statistics.median(values), medians[edge], medians[-edge - 1])
+    return Interval(statistic(values), found[edge], found[-edge - 1])
 
 
 def describe_machine() -> dict[str, str]:

@@ -35,7 +35,7 @@ def capture(options: argparse.Namespace) -> int:
             route_capture = RouteCapture(shape, RouteStore.remote())
             longest = max(map(len, tokens))
             spec = EngineSpec(str(folder), config.rollout, longest, 0, placed.device, route_capture)
-            engine, ready = start_engine(spec, num_gpus=placed.engine_gpus)
+            engine, ready = start_engine(spec, **placed.engine_options(0))
             ray.get(ready)
             requests = [Request(sequence, 0, f"{n}", 0) for n, sequence in enumerate(tokens)]
             refs = [rollout.routes for rollout in ray.get(engine.generate.remote(requests, ONE))]

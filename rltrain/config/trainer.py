@@ -51,6 +51,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_gpus: Positive | None = None
     """GPUs to use; null takes what Ray finds."""
+    placement: Literal["auto", "colocated", "disaggregated"] = "auto"
+    """Whether engines share the policy's GPUs, in turns, or have GPUs of their own. ``auto`` gives
+    them their own where there are enough. On CPUs all share the cores."""
     address: str | None = None
     """A running Ray cluster; null starts a local one on loopback."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0

@@ -1,48 +1,61 @@
 """The Ray cluster and what each actor gets of it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
 import ray.util
 from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
+from rltrain.controller.placement import Placement, place
 from rltrain.policy.actor import Role
 
-HALF, THIRD = 0.5, 0.33
-"""Shares of a GPU, for Ray's counting alone: it limits nobody's memory."""
+OVERRIDE_ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""At 1, the default of old versions, Ray shows no GPU at all to an actor it counts none for."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the actors of a run are placed on. On a CPU they share all cores and take turns."""
+    """What the actors of a run are started on."""
 
-    device: Literal["cpu", "cuda"]
-    policy_gpus: float  # of each policy rank
-    engine_gpus: float  # of each engine
-    critic_gpus: float = 0  # of each critic rank
-    pairs: PlacementGroup | None = None
-    """A GPU for each policy rank and the critic rank of that number, where they share. Ray left to
-    itself would put two halves of the policy on one GPU, which NCCL refuses."""
+    placement: Placement
+    bundles: PlacementGroup | None = None
+    """One for each GPU, all on one node."""
+    gpu_ids: tuple[str, ...] = ()
+    """What ``CUDA_VISIBLE_DEVICES`` calls the GPU of each bundle."""
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return self.placement.device
 
     def worker_options(self, role: Role, rank: int) -> dict[str, Any]:
         """Of the Ray actor of one rank."""
         # Megatron's collectives run in an order that has to be the same on all ranks.
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        gpus = self.policy_gpus if role == "policy" else self.critic_gpus
-        options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": env}}
-        if self.pairs is None:
-            return options
-        pair = PlacementGroupSchedulingStrategy(self.pairs, placement_group_bundle_index=rank)
-        return {**options, "scheduling_strategy": pair}
+        gpus = {"policy": self.placement.policy, "critic": self.placement.critic}[role]
+        return self._options(gpus[rank : rank + 1], env)
+
+    def engine_options(self, engine: int) -> dict[str, Any]:
+        """Of the Ray actor of one engine."""
+        return self._options(self.placement.engines[engine] if self.bundles else (), {})
+
+    def _options(self, gpus: Sequence[int], env: dict[str, str]) -> dict[str, Any]:
+        """Of an actor that sees these GPUs alone. Ray counts none for it, since others may see the
+        same ones, and so leaves ``CUDA_VISIBLE_DEVICES`` as it is set here."""
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+        if self.bundles is not None:
+            options["scheduling_strategy"] = _in_bundle(self.bundles, gpus[0])
+            seen = ",".join(self.gpu_ids[gpu] for gpu in gpus)
+            env = {**env, "CUDA_VISIBLE_DEVICES": seen, OVERRIDE_ON_ZERO: "0"}
+        return {**options, "runtime_env": {"env_vars": env}}
 
 
 @contextmanager
@@ -50,7 +63,7 @@ def cluster(config: Config) -> Iterator[Cluster]:
     """Start Ray, or join ``cluster.address``; local servers listen on loopback alone."""
     log_level = os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "warning")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault(OVERRIDE_ON_ZERO, "0")
     local = {
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
@@ -68,48 +81,47 @@ def cluster(config: Config) -> Iterator[Cluster]:
     )
     try:
         _link_logs(Path(config.trainer.output_dir))
-        placed = place(config, int(ray.cluster_resources().get("GPU", 0)))
-        yield replace(placed, pairs=_reserve_pairs(config, placed))
+        placement = place(config, _gpus_of_a_node())
+        yield reserve(placement, config.cluster.start_timeout_s)
     finally:
         ray.shutdown()
 
 
-def place(config: Config, num_gpus: int) -> Cluster:
-    """Decide what every actor gets of ``num_gpus`` GPUs.
+def reserve(placement: Placement, timeout_s: float) -> Cluster:
+    """Keep the GPUs of a placement for this run, and learn which they are.
 
     Raises:
-        ValueError: there are not enough, with the arithmetic.
+        RuntimeError: others hold them for longer than ``timeout_s``.
     """
-    device = config.cluster.device
-    if device == "cpu" or (device == "auto" and num_gpus == 0):
-        return Cluster("cpu", 0, 0)
-    found = min(num_gpus, config.cluster.num_gpus or num_gpus)
-    ranks = config.policy.parallel.world_size
-    engines = config.engine_ranks
-    has_critic = needs_critic(config.algorithm)
-    paired = has_critic and config.critic.placement == "shared"
-    own = ranks if has_critic and not paired else 0
-    if found >= ranks + own + engines:
-        policy, critic = (HALF, HALF) if paired else (1, int(has_critic))
-        return Cluster("cuda", policy, config.rollout.tensor_parallel, critic)
-    if found == ranks == engines == 1 and not own:
-        return Cluster("cuda", THIRD, THIRD, THIRD) if paired else Cluster("cuda", HALF, HALF)
-    critics = f", {own} for the critic (critic.placement=shared needs none)," if own else ""
-    raise ValueError(
-        f"the run needs {ranks} GPUs for the policy{critics} and {engines} for "
-        f"{config.rollout.num_engines} engines of {config.rollout.tensor_parallel}: expected "
-        f"{ranks + own + engines}, or one that one rank and one engine share; found {found}. Lower "
-        "policy.parallel or rollout.num_engines"
-    )
+    if placement.device == "cpu":
+        return Cluster(placement)
+    bundles = ray.util.placement_group([{"GPU": 1}] * placement.num_gpus, strategy="STRICT_PACK")
+    probes = [
+        _gpu_id.options(scheduling_strategy=_in_bundle(bundles, gpu)).remote()
+        for gpu in range(placement.num_gpus)
+    ]
+    try:
+        return Cluster(placement, bundles, tuple(ray.get(probes, timeout=timeout_s)))
+    except GetTimeoutError as error:
+        raise RuntimeError(
+            f"expected {placement.num_gpus} free GPUs on one node within {timeout_s:g} s. Others "
+            "hold them: see `ray status`, or raise cluster.start_timeout_s"
+        ) from error
 
 
-def _reserve_pairs(config: Config, placed: Cluster) -> PlacementGroup | None:
-    """A GPU each for as many pairs of a policy and a critic rank as there are, if they pair up."""
-    if placed.critic_gpus != HALF:
-        return None
-    pairs = ray.util.placement_group([{"GPU": 1}] * config.policy.parallel.world_size)
-    ray.get(pairs.ready(), timeout=config.cluster.start_timeout_s)
-    return pairs
+def _in_bundle(bundles: PlacementGroup, gpu: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=gpu)
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+def _gpu_id() -> str:
+    return str(ray.get_gpu_ids()[0])
+
+
+def _gpus_of_a_node() -> int:
+    """On the node that has most: a run does not span nodes."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return max(int(resources.get("GPU", 0)) for resources in nodes)
 
 
 def _link_logs(run_dir: Path) -> None:

@@ -28,6 +28,9 @@ def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster)
         capture=_capture(config, arch),
         trust_remote_code=config.model.trust_remote_code,
         quantization=fp8_config(arch) if config.rollout.quantization == "fp8" else None,
+        # For training to have the GPUs, or a fresh engine to compare with.
+        sleeps=placed.device == "cuda"
+        and (placed.placement.colocated or config.trainer.check_weight_sync),
     )
 
 
@@ -39,7 +42,9 @@ def start_engines(
     Returns:
         The actors, and a function that waits until all are ready and returns their capabilities.
     """
-    started = [start_engine(spec, placed.engine_gpus) for _ in range(config.rollout.num_engines)]
+    started = [
+        start_engine(spec, **placed.engine_options(n)) for n in range(config.rollout.num_engines)
+    ]
     limit = config.cluster.start_timeout_s
     return [engine for engine, _ in started], lambda: answers(
         [ready for _, ready in started], "start", limit

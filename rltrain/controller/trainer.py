@@ -11,16 +11,18 @@ from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import checkpoint, stages, step_metrics
+from rltrain.controller.cluster import Cluster
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.invariants import FirstStep, block, check_first_step, require
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
-from rltrain.controller.weight_sync import check_weight_sync, sync_weights
+from rltrain.controller.speed import Speed
+from rltrain.controller.turns import Turns
+from rltrain.controller.weight_sync import WeightSync, check_weight_sync
 from rltrain.controller.worker_group import WorkerGroup
 from rltrain.policy.types import Scored, Updated
 from rltrain.rollout.launch import EngineSpec
-from rltrain.tracking.environment import resident_gib
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
 from rltrain.weights.architecture import Architecture
@@ -45,6 +47,10 @@ class Trainer:
     policy: PolicyGroup
     critic: CriticGroup | None
     spec: EngineSpec
+    placed: Cluster
+    weight_sync: WeightSync
+    speed: Speed
+    turns: Turns = field(init=False)
     evaluator: Evaluator = field(init=False)
     tracker: Tracker = field(init=False)
     kl_coef: float = field(init=False)
@@ -53,11 +59,18 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.kl_coef = self.config.algorithm.kl.coef
+        self.turns = Turns(
+            self.placed.placement.colocated,
+            self.policy,
+            self.critic,
+            self.sampler.generator.engines,
+            self.config.cluster.call_timeout_s,
+        )
 
     def train(self, done: int) -> None:
         """Go on after step ``done``, 0 for a fresh run."""
         self.resumed_after = done
-        self.sync_weights(done)
+        self.sync_weights(done, StepTimer())
         if done == 0 and self.config.trainer.eval_every:
             self.tracker.log(0, self.evaluator.evaluate(0))
         for step in range(done + 1, self.config.trainer.steps + 1):
@@ -69,6 +82,7 @@ class Trainer:
         metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
         batch, found = self.fall_back(sampled.batch, sampled.names)
         metrics |= found
+        self.turns.to_training(timer, will_sync=self.syncs(step))
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
             batch, scored = self.score(batch, step)
@@ -100,16 +114,24 @@ class Trainer:
                 if self.arch.moe_layers:
                     metrics["routing/padded_fraction"] = self.policy.padded_fraction
         metrics |= self.adapt_reference(step, batch, metrics)
-        if step % self.config.trainer.sync_every == 0:
-            with timer.phase("weight_sync"):
-                self.sync_weights(step)
-        if self.evaluator.is_due(step):
-            with timer.phase("eval"):
-                metrics |= self.evaluator.evaluate(step)
         if self.saves(step):
             with timer.phase("checkpoint"):
                 self.save(step)
-        self.tracker.log(step, metrics | throughput(metrics, timer.metrics()))
+        if self.syncs(step):
+            self.sync_weights(step, timer)
+        else:
+            self.turns.to_engines(timer)
+        if self.evaluator.is_due(step):
+            with timer.phase("eval"):
+                metrics |= self.evaluator.evaluate(step)
+        metrics |= timer.metrics()
+        metrics |= self.speed.metrics(
+            batch,
+            metrics,
+            scored=scored is not None,
+            updated=len(updates) == self.config.trainer.mini_batches,
+        )
+        self.tracker.log(step, metrics)
         if is_first:
             self.check_invariants(step, batch, paired, updates, metrics)
 
@@ -267,6 +289,9 @@ class Trainer:
         if self.config.trainer.invariants == "stop":
             require(checks, step)
 
+    def syncs(self, step: int) -> bool:
+        return step % self.config.trainer.sync_every == 0
+
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
         return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
@@ -299,20 +324,11 @@ class Trainer:
     def run_dir(self) -> Path:
         return Path(self.config.trainer.output_dir)
 
-    def sync_weights(self, step: int) -> None:
-        """Bring the weights after ``step`` into the engines."""
+    def sync_weights(self, step: int, timer: StepTimer) -> None:
+        """Bring the weights after ``step`` into the engines, whose turn it is then."""
         self.synced_after = step
-        engines, limit = self.sampler.generator.engines, self.config.cluster.call_timeout_s
-        sync_weights(self.policy, engines, self.config.rollout.dtype, limit)
+        limit = self.config.cluster.call_timeout_s
+        with self.turns.weight_sync(timer):
+            self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
-            check_weight_sync(self.policy, engines, self.spec, limit)
-
-
-def throughput(sampled: dict[str, float], times: dict[str, float]) -> dict[str, float]:
-    """Of all that was sampled, also what dynamic sampling then left out."""
-    generated = sampled["rollout/num_response_tokens"] / times["time/generate"]
-    return times | {
-        "throughput/tokens_per_second": sampled["rollout/num_tokens"] / times["time/step"],
-        "throughput/generated_tokens_per_second": generated,
-        "memory/host_rss_gib": resident_gib(),
-    }
+            check_weight_sync(self.turns, self.spec, self.placed.engine_options(0), limit)

@@ -41,8 +41,8 @@ from rltrain.weights.sender import weights_of
 # It tells by a module's class name how tensor parallelism cuts the module's weights.
 for _name, _cut in {
     "TorchNormColumnParallelLinear": "column",
-    "TorchColumnGroupedLinear": "column",
-    "TorchRowGroupedLinear": "row",
+    "ColumnGroupedLinear": "column",
+    "RowGroupedLinear": "row",
     "TorchDuplicatedLinear": "replicated",
 }.items():
     AutoMapping.register_module_type(_name, _cut)

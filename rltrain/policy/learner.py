@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from rltrain.policy.micro_batch import MicroBatch, cut
 from rltrain.policy.model import build_model
 from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes import ModelOnMesh, Objective, Recorder, accumulate
+from rltrain.policy.residency import Part, Parts, Residency, gradients, state, weights
 from rltrain.policy.types import Plan, Updated
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.load import load_huggingface
@@ -94,6 +96,28 @@ class Learner:
     def place(self) -> dict[str, Any]:
         """Which shard this rank needs, and what it runs on."""
         return {"rank": self.mesh.rank, "dp_rank": self.mesh.dp_rank, "device": str(self.device)}
+
+    # Its memory
+
+    @cached_property
+    def residency(self) -> Residency:
+        """Made at the first use, when a subclass has all its parts."""
+        return Residency(self.device, self._parts())
+
+    def _parts(self) -> Parts:
+        return {
+            "parameters": lambda: weights(self.chunks),
+            "gradients": lambda: gradients(self.chunks),
+            "optimizer": lambda: state(self.optimizer),
+        }
+
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Leave the device memory of ``parts`` to others; see `Residency`."""
+        self.residency.offload(parts)
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Take the device memory of ``parts`` back; see `Residency`."""
+        self.residency.onload(parts)
 
     # A pass
 

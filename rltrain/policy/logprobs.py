@@ -1,80 +1,161 @@
-"""Log-probabilities and entropy over a vocabulary that is split across tensor-parallel ranks."""
+"""Log-probabilities and entropy of tokens, without all their logits at once.
 
+The vocabulary is cut into blocks: by tensor-parallel rank, and on each rank by what fits. The
+backward pass makes each block's logits again (as cut cross-entropy: Wijmans et al.,
+arXiv:2411.09009). Blocks cut the vocabulary and not the tokens, so every row of the head is in one,
+and its gradient is summed over tokens within one product.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.policy.online_softmax import absorb, differentiate, fused, nothing, over_ranks
 
-def vocab_parallel_logprobs(
-    logits: Tensor, targets: Tensor, *, vocab_size: int, rank: int, group: dist.ProcessGroup | None
+BLOCK = 2**27
+"""Logits that are held at once: half a GiB in fp32."""
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How a rank's logits become log-probabilities."""
+
+    size: int
+    """Ids at or past it are padding of the embedding and get no probability."""
+    rank: int = 0
+    """Which slice of the vocabulary this rank has."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the other slices, None if this is all of it."""
+    temperature: float = 1.0
+    fp32: bool = True
+    """The head's products are summed and returned in fp32, else in the dtype of its weight."""
+
+    def own(self, targets: Tensor, width: int) -> tuple[Tensor, int]:
+        """Targets by column of this rank's slice, and how many of its columns are no padding."""
+        first = self.rank * width
+        return targets - first, max(0, min(width, self.size - first))
+
+
+def logprobs_of_hidden(
+    hidden: Tensor, head: Tensor, targets: Tensor, vocabulary: Vocabulary, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits)[target] and the entropy of each row, both differentiable.
+    """log softmax(hidden head^T / temperature)[target] and the entropy, both differentiable.
+
+    The gradient of ``hidden`` is that of this rank's slice, to be summed over the group.
 
     Args:
-        logits: this rank's slice of the vocabulary  # [S, V / tp]
+        hidden: what the head reads  # [S, H]
+        head: this rank's rows of it  # [V / tp, H]
         targets: token ids; rows whose result nobody reads may hold any valid id  # [S]
-        vocab_size: ids at or past it are padding of the embedding and get no probability
-        rank: which slice this is
-        group: the ranks that hold the other slices, None if this is all of it
+        block: logits to hold at once
 
     Returns:
         float32  # [S], [S]
     """
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, vocab_size, rank, group)
+    logprobs, entropy = _OfHidden.apply(hidden, head, targets, vocabulary, block)
     return logprobs, entropy
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
-    """Every rank ends with the same numbers; its gradient is for its own slice of the logits."""
+def logprobs_of_logits(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """As `logprobs_of_hidden`, of logits that are already there, which stay as they are.
 
+    Args:
+        logits: this rank's slice of the vocabulary  # [S, V / tp]
+    """
+    logprobs, entropy = _OfLogits.apply(logits, targets, vocabulary)
+    return logprobs, entropy
+
+
+class _OfHidden(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, rank: int, group: Any
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, vocabulary: Vocabulary, block: int
     ) -> tuple[Tensor, Tensor]:
-        # A copy even of fp32 logits: they are the caller's, and this one is changed in place.
-        scores = logits.to(torch.float32, copy=True)
-        width = scores.shape[1]
-        first = rank * width
-        scores[:, max(0, vocab_size - first) :] = -torch.inf
-        peak = _reduced(scores.amax(-1), group, dist.ReduceOp.MAX)
-        scores -= peak.unsqueeze(1)
-        probs = scores.exp()
-        total = _reduced(probs.sum(-1), group)
-        probs /= total.unsqueeze(1)
-
-        local = targets - first
-        here = (local >= 0) & (local < width)
-        local = local.clamp(0, width - 1).unsqueeze(1)
-        chosen = torch.where(here, scores.gather(1, local).squeeze(1), 0.0)
-        logprobs = _reduced(chosen, group) - total.log()
-        # p * log p is 0 where p is 0, also where the score is -inf.
-        expected = torch.where(probs > 0, probs * scores, 0.0).sum(-1)
-        entropy = total.log() - _reduced(expected, group)
-
+        local, real = vocabulary.own(targets, len(head))
+        ctx.blocks = _blocks(real, block // max(1, len(hidden)))
+        add = fused(absorb, hidden.device)
+        part = nothing(local)
+        for rows in ctx.blocks:
+            logits = _logits(hidden, head[rows], vocabulary.fp32)
+            part = add(part, logits, local - rows.start, vocabulary.temperature)
+        logprobs, *softmax = over_ranks(part, vocabulary.group)
         ctx.set_materialize_grads(False)  # None tells that nothing was made of an output
-        ctx.save_for_backward(probs, local, here, entropy)
-        ctx.dtype = logits.dtype
-        return logprobs, entropy
+        ctx.save_for_backward(hidden, head, local, *softmax)
+        ctx.vocabulary = vocabulary
+        return logprobs, softmax[-1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        grad_logprobs, grad_entropy = grads
-        probs, local, here, entropy = ctx.saved_tensors
-        grad = torch.zeros_like(probs)
-        if grad_logprobs is not None:
-            # d logprob / d logit_j = [j = target] - p_j
-            grad -= probs * grad_logprobs.unsqueeze(1)
-            grad.scatter_add_(1, local, torch.where(here, grad_logprobs, 0.0).unsqueeze(1))
-        if grad_entropy is not None:
-            # d entropy / d logit_j = -p_j (log p_j + entropy)
-            log_p_term = torch.where(probs > 0, probs * (probs.log() + entropy.unsqueeze(1)), 0.0)
-            grad -= log_p_term * grad_entropy.unsqueeze(1)
-        return grad.to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, local, *softmax = ctx.saved_tensors
+        fp32, temperature = ctx.vocabulary.fp32, ctx.vocabulary.temperature
+        # As every gradient of the model. On a GPU a product in fp32 costs that of ten in bf16.
+        dtype = torch.float32 if fp32 and not hidden.is_cuda else hidden.dtype
+        gradient_of = fused(differentiate, hidden.device)
+        dense = _dense(grads, local)
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        for rows in ctx.blocks:
+            logits = _logits(hidden, head[rows], fp32)
+            grad = gradient_of(logits, local - rows.start, softmax, dense, temperature, dtype)
+            grad_hidden += _product(grad, head[rows])
+            if grad_head is not None:
+                grad_head[rows] = _product(grad.t(), hidden)
+        return grad_hidden.to(hidden.dtype), grad_head, None, None, None
 
 
-def _reduced(values: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    if group is not None:
-        dist.all_reduce(values, op=op, group=group)
-    return values
+class _OfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        local, real = vocabulary.own(targets, logits.shape[1])
+        part = nothing(local)
+        if real:
+            part = absorb(part, logits[:, :real], local, vocabulary.temperature)
+        logprobs, *softmax = over_ranks(part, vocabulary.group)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, local, *softmax)
+        ctx.real, ctx.temperature = real, vocabulary.temperature
+        return logprobs, softmax[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, local, *softmax = ctx.saved_tensors
+        grad = torch.zeros_like(logits)
+        own = logits[:, : ctx.real]
+        dense = _dense(grads, local)
+        grad[:, : ctx.real] = differentiate(
+            own, local, softmax, dense, ctx.temperature, logits.dtype
+        )
+        return grad, None, None
+
+
+def _blocks(width: int, at_once: int) -> list[slice]:
+    """Columns of the logits, or rows of the head; whole tiles of a product, where there are any."""
+    size = max(1, at_once - at_once % TILE if at_once > TILE else at_once)
+    return [slice(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _logits(hidden: Tensor, rows: Tensor, fp32: bool) -> Tensor:
+    return _product(hidden, rows.t()) if fp32 else hidden @ rows.t()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in fp32: of bf16 the products are exact, and sums are what fp32 rounds."""
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _dense(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor]:
+    of_logprob, of_entropy = (
+        torch.zeros_like(like, dtype=torch.float32) if grad is None else grad for grad in grads
+    )
+    return of_logprob, of_entropy

@@ -15,7 +15,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rltrain.config.policy import PolicyConfig
 from rltrain.parallel.layers import Pipeline, route_layers
 from rltrain.policy.all_heads_norm import norm_all_heads
+from rltrain.policy.grouped_linear import (
+    ColumnGroupedLinear,
+    GroupedLinear,
+    RowGroupedLinear,
+    is_aligned,
+)
 from rltrain.policy.guards import check_armed, check_replayable, check_schedule
+from rltrain.policy.head import in_fp32
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.mtp import frozen_mtp_block
 from rltrain.policy.rotary import set_rotary
@@ -79,6 +86,9 @@ def build_model(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True
         )
         chunks.append(DistributedDataParallel(config, ddp_config, chunk) if ddp else chunk)
+        for module in chunk.modules() if ddp else ():
+            if isinstance(module, GroupedLinear):
+                module.into_main_grad = True
     return chunks
 
 
@@ -132,7 +142,7 @@ def _finish(
     if arch.value_head:
         model.output_layer = ValueHead(config)
     elif policy.precision.head == "fp32":
-        model.output_layer.register_forward_pre_hook(_in_fp32, with_kwargs=True)
+        model.output_layer.register_forward_pre_hook(in_fp32, with_kwargs=True)
 
 
 def _route_layers(
@@ -162,9 +172,24 @@ def _decoder(chunk: torch.nn.Module) -> Any:
 def _block_spec(
     config: TransformerConfig, policy: PolicyConfig, device: torch.device, vp_stage: int | None
 ) -> Any:
-    if uses_transformer_engine(policy, device):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    return torch_block_spec(config, vp_stage=vp_stage)
+    if not uses_transformer_engine(policy, device):
+        return torch_block_spec(config, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if groups_experts(config):
+        for layer in spec.layer_specs:
+            if (experts := getattr(layer.submodules.mlp.submodules, "experts", None)) is not None:
+                experts.submodules.linear_fc1 = ColumnGroupedLinear
+                experts.submodules.linear_fc2 = RowGroupedLinear
+    return spec
+
+
+def groups_experts(config: TransformerConfig) -> bool:
+    """Whether experts run as one product where Transformer Engine does the rest: it alone has FP8,
+    and ``grouped_mm`` takes aligned rows only."""
+    if not config.num_moe_experts or config.fp8 or config.fp4:
+        return False
+    sizes = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
+    return is_aligned(sizes, config.params_dtype)
 
 
 def _backend(policy: PolicyConfig, device: torch.device) -> BackendSpecProvider:
@@ -206,10 +231,3 @@ def _mark_sinks(model: GPTModel, config: TransformerConfig) -> None:
         if name.endswith(".core_attention.softmax_offset"):
             param.data = param.data.to(config.params_dtype)
             param.tensor_model_parallel = True
-
-
-def _in_fp32(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let the output head multiply in fp32; ``weight`` is the embedding's where it is tied."""
-    weight = kwargs.get("weight")
-    weight = module.weight if weight is None else weight
-    return (args[0].float(), *args[1:]), {**kwargs, "weight": weight.float()}

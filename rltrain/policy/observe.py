@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rltrain.algorithms.objective import Sums
 from rltrain.batch import Batch
+from rltrain.policy.head import head_input, head_weight
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
 from rltrain.policy.passes import ModelOnMesh, Recorder, accumulate
@@ -34,9 +35,20 @@ class _Observing(ModelOnMesh):
 
     kept: list[Tensor] = field(default_factory=list)
 
-    def logprobs(self, logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        self.kept.append(logits.detach())
-        return super().logprobs(logits, target_ids)
+    def logprobs(self, output: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.kept.append(self._logits(output.detach()))
+        return super().logprobs(output, target_ids)
+
+    @torch.no_grad()
+    def _logits(self, output: Tensor) -> Tensor:
+        """This rank's slice of the vocabulary, all tokens at once.  # [S, V / tp]"""
+        head = head_weight(self.chunks[-1])
+        if head is None:
+            return output.squeeze(0)
+        hidden = head_input(output, self.mesh.tp_group if self.mesh.tp_size > 1 else None)
+        if self.policy.precision.head == "fp32":
+            hidden, head = hidden.float(), head.float()
+        return hidden @ head.t()
 
 
 def observe(
@@ -101,8 +113,8 @@ def main_grad(parameter: Any) -> Tensor:
 
 
 def _whole_rows(logits: Tensor, model: ModelOnMesh) -> Tensor:
-    """This rank's slice of the vocabulary to all of it.  # [1, S, V / tp] -> [S, V]"""
-    local = logits.squeeze(0).float().contiguous()
+    """This rank's slice of the vocabulary to all of it.  # [S, V / tp] -> [S, V]"""
+    local = logits.float().contiguous()
     parts = [torch.empty_like(local) for _ in range(model.mesh.tp_size)]
     if model.mesh.tp_size == 1:
         parts = [local]

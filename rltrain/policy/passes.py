@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from rltrain.algorithms.objective import Sums
 from rltrain.config.policy import PolicyConfig
-from rltrain.policy.logprobs import vocab_parallel_logprobs
+from rltrain.policy.head import head_input, head_weight, hidden_states
+from rltrain.policy.logprobs import Vocabulary, logprobs_of_hidden, logprobs_of_logits
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
 from rltrain.policy.model import decoder_layers, decoder_routers
@@ -78,15 +79,20 @@ class ModelOnMesh:
         """
         return self.logprobs(output, target_ids)
 
-    def logprobs(self, logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropy, as sampled from.  # [1, S, V / tp] -> [S], [S]"""
-        return vocab_parallel_logprobs(
-            logits.squeeze(0).float() / self.temperature,
-            target_ids,
-            vocab_size=self.arch.vocab_size,
-            rank=self.mesh.tp_rank,
-            group=self.mesh.tp_group if self.mesh.tp_size > 1 else None,
+    def logprobs(self, output: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropy, as sampled from, of what `hidden_states` yields.  # [S]"""
+        tp = self.mesh.tp_group if self.mesh.tp_size > 1 else None
+        vocabulary = Vocabulary(
+            self.arch.vocab_size,
+            self.mesh.tp_rank,
+            tp,
+            self.temperature,
+            fp32=self.policy.precision.head == "fp32",
         )
+        head = head_weight(self.chunks[-1])
+        if head is None:
+            return logprobs_of_logits(output.squeeze(0), target_ids, vocabulary)
+        return logprobs_of_hidden(head_input(output, tp), head, target_ids, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -142,13 +148,16 @@ def infer(
     A token's is that of the slot before it: of the first token of a sequence it is 0. float32, on
     the last pipeline stage.  # [N]
     """
-    found = torch.zeros(num_tokens)
+    slots: list[tuple[MicroBatch, Tensor]] = []
 
     def collect(mb: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
-        mb.scatter(model.outputs(output, mb.target_ids)[0], mb.layout.targets, found)
+        slots.append((mb, model.outputs(output, mb.target_ids)[0]))
 
     with torch.no_grad():
         _run(model, micro_batches, collect, replay=replay, recorder=recorder)
+    found = torch.zeros(num_tokens)
+    for mb, values in slots:  # now, and not while there are micro-batches to start
+        mb.scatter(values, mb.layout.targets, found)
     return model.over_context(found) if model.mesh.is_last_stage else None
 
 
@@ -199,8 +208,10 @@ def _run(
         chunk_taps = taps[id(chunk)]
         targets = None
         if replay:
-            targets = mb.route_targets(layers, chunk_taps.layers, model.arch.num_experts)
-        with chunk_taps.forward(mb.number, targets):
+            targets = mb.route_targets(
+                layers, chunk_taps.layers, model.arch.num_experts, record=recorder is not None
+            )
+        with chunk_taps.forward(mb.number, targets), hidden_states(chunk):
             output = chunk(
                 input_ids=mb.input_ids,
                 position_ids=mb.position_ids,

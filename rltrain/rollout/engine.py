@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 
@@ -104,6 +104,19 @@ class RolloutEngine:
         """How many weight syncs this engine has seen."""
         return self._weight_version
 
+    async def devices(self) -> list[str]:
+        """Of each vLLM worker: its GPU, by a name that other processes give it too, or "cpu"."""
+        from rltrain.weights import receiver
+
+        return await self._unless_dead(receiver.devices(self._engine))
+
+    async def join_group(self, file: str, first_rank: int, size: int, timeout_s: float) -> None:
+        """Have the vLLM workers join the policy's rank 0, which will broadcast its weights."""
+        from rltrain.weights import receiver
+
+        joining = receiver.join_group(self._engine, file, first_rank, size, timeout_s)
+        await self._unless_dead(joining)
+
     async def start_weight_sync(self) -> None:
         from rltrain.weights import receiver
 
@@ -125,6 +138,21 @@ class RolloutEngine:
         self._syncing = False
         self._weight_version += 1
         return self._weight_version
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Leave the GPU's memory to others: the KV cache is forgotten, and the weights are kept on
+        the host (1) or forgotten too (2), for a weight sync to bring new ones.
+
+        Raises:
+            RuntimeError: requests are running; vLLM would abort them.
+        """
+        if self._engine.output_processor.has_unfinished_requests():
+            raise RuntimeError("an engine was put to sleep while requests are running")
+        await self._unless_dead(self._engine.sleep(level))
+
+    async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """Take memory for those parts again; once it has both, the engine generates."""
+        await self._unless_dead(self._engine.wake_up(list(parts)))
 
     async def digest(self) -> dict[str, str]:
         """Digest by name of every parameter and buffer, in the engine's own storage format."""
@@ -263,12 +291,15 @@ class RolloutEngine:
         self._engine.shutdown()
 
 
-def start_engine(spec: EngineSpec, num_gpus: float = 0.0, **options: Any) -> Any:
+def start_engine(spec: EngineSpec, **options: Any) -> Any:
     """Create the actor and begin loading.
+
+    Args:
+        options: of the Ray actor
 
     Returns:
         (handle, reference to its capabilities): get the second to wait until it is ready.
     """
-    actor = ray.remote(RolloutEngine).options(num_cpus=0, num_gpus=num_gpus, **options)
+    actor = ray.remote(RolloutEngine).options(**{"num_cpus": 0, **options})
     handle = actor.remote(spec)
     return handle, handle.start.remote()

@@ -57,6 +57,8 @@ class EngineSpec:
     trust_remote_code: bool = False
     quantization: dict[str, Any] | None = None
     """What ``config.json`` would say of the weights as the engine holds them; None: plain."""
+    sleeps: bool = False
+    """Whether the engine can leave its GPU's memory to others."""
 
     @property
     def max_model_len(self) -> int:
@@ -147,6 +149,10 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
             )
     else:
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    if spec.sleeps:
+        args["enable_sleep_mode"] = True
+    if rollout.expert_parallel:
+        args["enable_expert_parallel"] = True
     if rollout.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
     return args | rollout.engine_args | {"hf_overrides": overrides}

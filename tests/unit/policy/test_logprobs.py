@@ -1,44 +1,98 @@
-"""Log-probabilities of a whole vocabulary; tests/distributed compares those of a split one."""
+"""Log-probabilities and entropy of hidden states; tests/distributed has a split vocabulary."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from rltrain.policy.logprobs import vocab_parallel_logprobs
+from rltrain.policy import logprobs as module
+from rltrain.policy.logprobs import Vocabulary, logprobs_of_hidden, logprobs_of_logits
 
-REAL, PADDED = 7, 8
+SLOTS, HIDDEN, REAL, PADDED = 6, 5, 11, 12
+TEMPERATURE = 0.7
 
 
-def draw() -> tuple[Tensor, Tensor]:
+def draw() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(5, PADDED, generator=generator)
-    return logits, torch.tensor([0, 6, 3, 3, 1])
+    hidden = torch.randn(SLOTS, HIDDEN, generator=generator)
+    head = 3 * torch.randn(PADDED, HIDDEN, generator=generator)
+    return hidden, head, torch.tensor([0, 10, 3, 3, 4, 7])
 
 
 def expected(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    scores = logits[:, :REAL].log_softmax(1)
-    entropy = -(scores.exp() * scores).sum(1)
-    return scores.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+    scores = (logits[:, :REAL] / TEMPERATURE).log_softmax(1)
+    return scores.gather(1, targets.unsqueeze(1)).squeeze(1), -(scores.exp() * scores).sum(1)
 
 
-def test_equals_the_formula_and_its_gradient() -> None:
-    logits, targets = draw()
-    weights = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0])
-    gradients = []
-    for compute in (
-        lambda x: expected(x, targets),
-        lambda x: vocab_parallel_logprobs(x, targets, vocab_size=REAL, rank=0, group=None),
-    ):
-        x = logits.clone().requires_grad_()
-        logprobs, entropy = compute(x)
-        (weights * logprobs + 0.3 * entropy).sum().backward()
-        gradients.append((logprobs.detach(), entropy.detach(), x.grad))
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+def gradients(found: tuple[Tensor, Tensor], entropy_coef: float, *of: Tensor) -> list[Tensor]:
+    weights = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0, -1.0])
+    loss = (weights * found[0]).sum() + (entropy_coef * found[1].sum() if entropy_coef else 0.0)
+    return list(torch.autograd.grad(loss, of))
 
 
-def test_the_logits_are_left_as_they_were() -> None:
+def close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("entropy_coef", (0.3, 0.0))
+@pytest.mark.parametrize("per_block", (1, 2, 5, 100))
+def test_equal_the_formula_in_float64_with_their_gradients(
+    per_block: int, entropy_coef: float
+) -> None:
+    """However many rows of the head a block has, the last one fewer."""
+    hidden, head, targets = draw()
+    h, w = (x.double().requires_grad_() for x in (hidden, head))
+    theirs = expected(h @ w.t(), targets)
+    hidden.requires_grad_()
+    head.requires_grad_()
+    vocabulary = Vocabulary(REAL, temperature=TEMPERATURE)
+    ours = logprobs_of_hidden(hidden, head, targets, vocabulary, block=per_block * SLOTS)
+    found = [*ours, *gradients(ours, entropy_coef, hidden, head)]
+    close(found, [*theirs, *gradients(theirs, entropy_coef, h, w)])
+    assert not found[3][REAL:].any(), "rows that pad the vocabulary moved"
+
+
+def test_no_block_is_larger_than_what_may_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, targets = (x.requires_grad_(x.is_floating_point()) for x in draw())
+    seen: list[Tensor] = []
+    made = module._logits
+
+    def keeping(*given: Any) -> Tensor:
+        seen.append(made(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(module, "_logits", keeping)
+    found = logprobs_of_hidden(hidden, head, targets, Vocabulary(REAL), block=4 * SLOTS)
+    found[0].sum().backward()
+    assert [x.shape for x in seen] == 2 * [(SLOTS, 4), (SLOTS, 4), (SLOTS, 3)]
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, head, targets = draw()
+    hidden.requires_grad_()
+    logprobs_of_hidden(hidden, head, targets, Vocabulary(REAL))[0].sum().backward()
+    assert head.grad is None and hidden.grad is not None and hidden.grad.any()
+
+
+def test_bf16_is_multiplied_in_fp32_or_in_itself() -> None:
+    hidden, head, targets = draw()
+    hidden, head = hidden.bfloat16(), head.bfloat16()
+    for fp32, logits in ((True, hidden.float() @ head.float().t()), (False, hidden @ head.t())):
+        vocabulary = Vocabulary(REAL, temperature=TEMPERATURE, fp32=fp32)
+        ours = logprobs_of_hidden(hidden, head, targets, vocabulary)
+        close(ours, expected(logits.double(), targets))
+
+
+def test_logits_that_are_there_equal_the_formula_and_are_left_as_they_were() -> None:
     """Megatron's own cross entropy overwrites fp32 logits, and what is read from them next."""
-    logits, targets = draw()
-    given = logits.clone()
-    vocab_parallel_logprobs(given, targets, vocab_size=REAL, rank=0, group=None)
+    hidden, head, targets = draw()
+    logits = (hidden @ head.t()).requires_grad_()
+    given = logits.detach().clone()
+    exact = given.double().requires_grad_()
+    ours = logprobs_of_logits(logits, targets, Vocabulary(REAL, temperature=TEMPERATURE))
+    theirs = expected(exact, targets)
+    close([*ours, *gradients(ours, 0.3, logits)], [*theirs, *gradients(theirs, 0.3, exact)])
     assert torch.equal(given, logits)

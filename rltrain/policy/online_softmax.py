@@ -1,0 +1,96 @@
+"""The softmax of logits that are never all in one place.
+
+Of a block's logits a `Part` is kept, some numbers a token. Parts add up, whichever block or rank
+they are of (Milakov and Gimelshein, arXiv:1805.02867), and once they have, each block's gradient
+can be told from its own logits.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LOWEST = torch.finfo(torch.float32).min
+
+Part = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of some logits: the largest; over it, the sum of their exponentials, and of those times the
+logit; the target's own logit or 0.  # float32 [S] each"""
+
+
+def nothing(local: Tensor) -> Part:
+    zeros = torch.zeros_like(local, dtype=torch.float32)
+    return torch.full_like(zeros, LOWEST), zeros, zeros, zeros
+
+
+def absorb(part: Part, logits: Tensor, local: Tensor, temperature: float) -> Part:
+    """``part`` and the block ``logits``, in which the target is column ``local``, if in any."""
+    scores = logits.float() / temperature
+    peak = torch.maximum(part[0], scores.amax(-1))
+    shifted = scores - peak.unsqueeze(1)
+    weights = shifted.exp()
+    total, expected = _relative_to(peak, part)
+    inside = (local >= 0) & (local < scores.shape[1])
+    own = scores.gather(1, local.clamp(0, scores.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    return (
+        peak,
+        total + weights.sum(-1),
+        expected + (weights * shifted).sum(-1),
+        part[3] + torch.where(inside, own, 0.0),
+    )
+
+
+def _relative_to(peak: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """The sums of a part over a larger logit."""
+    lower = part[0] - peak
+    scale = lower.exp()
+    return part[1] * scale, (part[2] + part[1] * lower) * scale
+
+
+def over_ranks(part: Part, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability, largest logit, log of the sum over it, entropy.  # [S] each"""
+    peak, total, expected, chosen = part
+    if group is not None:
+        peak = peak.clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.stack([*_relative_to(peak, part), chosen])
+        dist.all_reduce(sums, group=group)
+        total, expected, chosen = sums.unbind()
+    log_total = total.log()
+    return chosen - peak - log_total, peak, log_total, log_total - expected / total
+
+
+def differentiate(
+    logits: Tensor,
+    local: Tensor,
+    softmax: Sequence[Tensor],
+    grads: tuple[Tensor, Tensor],
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of a block's logits.
+
+    Args:
+        softmax: what `over_ranks` returns after the log-probability
+        grads: of log-probability and entropy  # [S] each
+    """
+    peak, log_total, entropy = (each.unsqueeze(1) for each in softmax)
+    of_logprob, of_entropy = (each.unsqueeze(1) for each in grads)
+    log_p = logits.float() / temperature - peak - log_total
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    # d logprob / d logit_j = [j = target] - p_j; d entropy / d logit_j = -p_j (log p_j + entropy)
+    grad = torch.where(columns == local.unsqueeze(1), of_logprob, 0.0)
+    grad = grad - log_p.exp() * (of_logprob + of_entropy * (log_p + entropy))
+    return (grad / temperature).to(dtype)
+
+
+def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """On a GPU a kernel or two, in place of one an operation; compiled when first used."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

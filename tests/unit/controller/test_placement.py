@@ -1,0 +1,78 @@
+"""Which GPU every rank computes on."""
+
+from typing import Any
+
+import pytest
+
+from rltrain.config import Config
+from rltrain.controller.placement import Placement, place, place_on_gpus
+
+
+def config(placement: str = "auto", dp: int = 2, **sections: Any) -> Config:
+    cluster = {"device": "cuda", "placement": placement}
+    return Config.model_validate(
+        {"policy": {"parallel": {"dp": dp}}, "cluster": cluster, **sections}
+    )
+
+
+def engines(num: int, tensor_parallel: int = 1) -> dict[str, int]:
+    return {"num_engines": num, "tensor_parallel": tensor_parallel}
+
+
+def test_supervised_steps_need_no_gpu_for_an_engine() -> None:
+    for placement in ("auto", "colocated", "disaggregated"):
+        placed = place(config(placement, algorithm={"type": "sft"}), num_gpus=2)
+        assert placed == Placement("cuda", 2, policy=(0, 1))
+        assert not placed.colocated
+
+
+def test_engines_have_their_own_gpus_where_there_are_enough() -> None:
+    apart = place(config(rollout=engines(2, 2)), num_gpus=7)
+    assert apart == Placement("cuda", 6, policy=(0, 1), engines=((2, 3), (4, 5)))
+    assert not apart.colocated
+    shared = place(config(), num_gpus=2)
+    assert shared == Placement("cuda", 2, policy=(0, 1), engines=((0,),))
+    assert shared.colocated
+    wide = place(config("colocated", dp=4, rollout=engines(2, 2)), num_gpus=8)
+    assert wide == Placement("cuda", 4, policy=(0, 1, 2, 3), engines=((0, 1), (2, 3)))
+    with pytest.raises(
+        ValueError,
+        match=r"auto: expected 3 \(disaggregated\) or 2 \(colocated\) GPUs, found 1: "
+        r"tp\*pp\*cp\*dp = 1\*1\*1\*2 = 2 policy ranks, num_engines\*tensor_parallel = 1\*1 = 1 ",
+    ):
+        place(config(), num_gpus=1)
+    with pytest.raises(ValueError, match=r"expected 3 \(disaggregated\) GPUs, found 2"):
+        place(config("disaggregated"), num_gpus=2)
+
+
+def test_an_engine_rank_has_a_gpu_to_itself() -> None:
+    with pytest.raises(ValueError, match=r"colocated: .* at most as many engine ranks as policy"):
+        place(config("colocated", rollout=engines(3)), num_gpus=8)
+    with pytest.raises(ValueError, match=r"expected 5 \(disaggregated\) GPUs, found 4"):
+        place(config(rollout=engines(3)), num_gpus=4)
+
+
+def test_a_critic_shares_the_policys_gpus_or_has_its_own() -> None:
+    gae = {"advantage": "gae"}
+    pairs = place(config(algorithm=gae), num_gpus=3)
+    assert pairs == Placement("cuda", 3, (0, 1), critic=(0, 1), engines=((2,),))
+    three = place(config(algorithm=gae, dp=1), num_gpus=1)
+    assert three == Placement("cuda", 1, (0,), critic=(0,), engines=((0,),))
+
+    own = config(algorithm=gae, critic={"placement": "own"})
+    assert place(own, 5) == Placement("cuda", 5, (0, 1), critic=(2, 3), engines=((4,),))
+    assert place(own, 4) == Placement("cuda", 4, (0, 1), critic=(2, 3), engines=((0,),))
+    with pytest.raises(ValueError, match=r"found 3: .* critic ranks \(critic.placement=own\)"):
+        place(own, num_gpus=3)
+
+
+def test_no_more_gpus_than_allowed() -> None:
+    few = Config.model_validate({"cluster": {"num_gpus": 1}})
+    assert place(few, num_gpus=8).num_gpus == 1
+    assert place_on_gpus(few, None).num_gpus == 2  # asks what it takes
+
+
+def test_on_a_cpu_nothing_has_a_place_of_its_own() -> None:
+    for cluster in ({"device": "cpu"}, {"device": "auto", "placement": "colocated"}):
+        placed = place(Config.model_validate({"cluster": cluster}), num_gpus=0)
+        assert placed == Placement("cpu") and not placed.colocated
