@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
+Carrier = Literal["shm", "ipc", "broadcast"]
 
 OLDEST_VLLM = "0.26"
 """The first with routed experts, processed log-probabilities and the weight transfer API."""
@@ -71,7 +72,17 @@ class RolloutConfig(Section):
     deterministic: bool = False
     """Give the engine a step's requests as one batch in a fixed order with a fresh prefix cache,
     so that two runs sample the same tokens, log-probabilities and routes."""
+    oversample: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Groups that a step begins besides ``trainer.prompts_per_step``, as a share of those. The
+    first to finish are trained on and the rest aborted: no step waits for its slowest responses,
+    and short ones are preferred. Prompts that were aborted are skipped until the next epoch: the
+    slowest of all would else fill the extra places of every step."""
     enforce_eager: bool = True
+    weight_transfer: Literal["auto"] | Carrier = "auto"
+    """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
+    are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
+    CPUs. ``shm``: through the host's shared memory. ``auto`` is shm on CPUs, ipc where engines are
+    colocated, else broadcast."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
     kv_cache_gib: Positive = 1
     """CPU only: memory for the KV cache."""
@@ -84,6 +95,15 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"top_p={self.top_p}, top_k={self.top_k}: rollouts would come from a truncated "
                 "distribution that the importance ratio does not know; use top_p=1 and top_k=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def what_finishes_first_is_not_deterministic(self) -> Self:
+        if self.oversample and self.deterministic:
+            raise ValueError(
+                f"oversample={self.oversample:g} keeps the groups that finish first, and two runs "
+                "need not agree which these are: use oversample=0, or deterministic=false"
             )
         return self
 

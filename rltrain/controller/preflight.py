@@ -263,12 +263,13 @@ def count_gpus() -> int:
 
 
 def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
-    """Every rank has a place: see `placement.place_on_gpus`.
+    """Every rank has a place (see `placement.place_on_gpus`), and weights a way between them.
 
     On a CPU at most ``RANKS_PER_CORE`` ranks a core, all together.
     """
     # It needs torch, which takes seconds.
-    from rltrain.controller.placement import arithmetic, count_ranks, place_on_gpus
+    from rltrain.controller.placement import Placement, arithmetic, count_ranks, place_on_gpus
+    from rltrain.controller.transfer import check_transfer
 
     ranks = count_ranks(config)
     if device == "cpu" and ranks > RANKS_PER_CORE * cores:
@@ -278,6 +279,7 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             "rollout.num_engines"
         )
     if device == "cpu":
+        check_transfer(config, Placement("cpu"))
         return
     usable = gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
     if usable > gpus or gpus == 0:
@@ -285,7 +287,7 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
         )
-    place_on_gpus(config, usable)
+    check_transfer(config, place_on_gpus(config, usable))
 
 
 def check_output(config: Config) -> None:

@@ -40,7 +40,7 @@ def engine_memory(config: Config, arch: Architecture, card: int) -> EngineMemory
     left = share - sum(term.nbytes for term in used)
     length = config.data.max_prompt_tokens + rollout.max_response_tokens
     token = kv_bytes_per_token(arch, rollout.tensor_parallel, width)
-    requests = config.trainer.prompts_per_step * config.algorithm.group_size
+    requests = config.prompts_per_round * config.algorithm.group_size
     wanted = min(_engine_arg(config, "max_num_seqs"), ceil(requests / rollout.num_engines))
     sequences = max(0, left) // (token * length)
     kv = Term(

@@ -14,10 +14,11 @@ import ray
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy.routes import fetch_routes
 from rltrain.rollout.engine import RolloutEngine, start_engine
-from rltrain.rollout.generator import Generator
+from rltrain.rollout.generator import Generator, build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.route_store import RouteStore
 from rltrain.rollout.types import Request, Rollout, SamplingParams
@@ -114,6 +115,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ray.shutdown()
 
 
+def generate(
+    generator: Generator, problems: list[Prompt], step: int, round: int = 0
+) -> tuple[Batch, list[Rollout], list[str]]:
+    """All groups, as a batch, as rollouts and as names, in the order of the problems."""
+    found = [group for group in generator.stream(problems, step, round) if group is not None]
+    groups = sorted(found, key=lambda group: group.index)
+    assert [group.index for group in groups] == list(range(len(problems)))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return build_batch(rollouts, 4), rollouts, [name for group in groups for name in group.names]
+
+
 def routes_of(rollouts: list[Rollout]) -> list[np.ndarray[Any, Any]]:
     refs = [r.routes for r in rollouts if r.routes is not None]
     ends = np.cumsum([ref.rows + 1 for ref in refs])
@@ -123,12 +135,12 @@ def routes_of(rollouts: list[Rollout]) -> list[np.ndarray[Any, Any]]:
 def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
     problems = prompts(7)
     generator = Generator([cluster.plain, cluster.staggered], CONFIG)
-    batch, rollouts, names = generator.generate(problems, step=0)
+    batch, rollouts, names = generate(generator, problems, step=0)
     assert batch.num_sequences == len(rollouts) == len(set(names)) == 28
     assert names[5] == f"prompt {problems[1].id[:12]} sample 1"
     cut = [rollout.finish_reason == "length" for rollout in rollouts]
     assert batch.truncated is not None and batch.truncated.tolist() == cut
-    _, again, others = generator.generate(problems[:1], step=0, round=1)
+    _, again, others = generate(generator, problems[:1], step=0, round=1)
     assert not set(others) & set(names)
     assert [r.response_tokens for r in again] != [r.response_tokens for r in rollouts[:4]]
     for i, rollout in enumerate(rollouts):
@@ -151,7 +163,7 @@ def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
 def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
     """Row t is about token t: shifted by one, or layers swapped, agreement falls to chance."""
     model = Qwen3MoeForCausalLM.from_pretrained(cluster.model, dtype=torch.float32).eval()
-    _, rollouts, _ = Generator([cluster.plain], CONFIG).generate(prompts(6), step=1)
+    _, rollouts, _ = generate(Generator([cluster.plain], CONFIG), prompts(6), step=1)
     hits, differences = [], []
     for rollout, routes in zip(rollouts, routes_of(rollouts), strict=True):
         tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
@@ -171,12 +183,12 @@ def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
 def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_arrive(
     cluster: Cluster,
 ) -> None:
-    Generator([cluster.staggered], CONFIG).generate(prompts(5), step=9)  # another history
+    generate(Generator([cluster.staggered], CONFIG), prompts(5), step=9)  # another history
     seen = set()
     for step in range(3):
         results = []
         for engine in (cluster.plain, cluster.staggered):
-            _, rollouts, _ = Generator([engine], CONFIG).generate(prompts(20), step)
+            _, rollouts, _ = generate(Generator([engine], CONFIG), prompts(20), step)
             results.append(
                 (
                     [r.response_tokens for r in rollouts],
@@ -212,14 +224,14 @@ def test_a_refused_request_leaves_the_engine_usable(cluster: Cluster) -> None:
 def test_a_dead_engine_is_named_and_its_routes_live_on(cluster: Cluster) -> None:
     """Last, since it takes an engine away."""
     generator = Generator([cluster.plain, cluster.staggered], CONFIG)
-    _, rollouts, _ = Generator([cluster.staggered], CONFIG).generate(prompts(3), step=0)
+    _, rollouts, _ = generate(Generator([cluster.staggered], CONFIG), prompts(3), step=0)
     before = [array.tobytes() for array in routes_of(rollouts)]
     actor = psutil.Process(ray.get(cluster.staggered.capabilities.remote())["pid"])
     for child in actor.children(recursive=True):
         child.kill()
     with pytest.raises(RuntimeError, match="engine process is dead"):
-        generator.generate(prompts(2), step=0)
+        generate(generator, prompts(2), step=0)
     ray.kill(cluster.staggered)
     with pytest.raises(RuntimeError, match="rollout engine 1 died in step 4"):
-        generator.generate(prompts(2), step=4)
+        generate(generator, prompts(2), step=4)
     assert [array.tobytes() for array in routes_of(rollouts)] == before
