@@ -14,6 +14,7 @@ from rltrain.controller.engines import ask, engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
+from rltrain.controller.speed import Speed
 from rltrain.controller.supervised import warm_started_model
 from rltrain.controller.trainer import Trainer
 from rltrain.controller.transfer import choose_carrier
@@ -24,6 +25,8 @@ from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.rollout.generator import Generator
 from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.gpus import name_of
+from rltrain.tracking.roofline import find_card
 from rltrain.tracking.tracker import Tracker
 from rltrain.weights.engine_fp8 import check_blocks
 from rltrain.weights.families import read_architecture
@@ -60,7 +63,9 @@ def run(config: Config) -> None:
         prompts = PromptLoader(problems.train, config.prompts_per_round, config.trainer.seed)
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
-        trainer = Trainer(config, arch, sampler, policy, critic, spec, placed, weight_sync)
+        card = find_card(name_of(placed.gpu_ids))
+        speed = Speed.of(config, arch, placed.placement, card)
+        trainer = Trainer(config, arch, sampler, policy, critic, spec, placed, weight_sync, speed)
         done = trainer.resume()
         versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
         tracker = Tracker(
@@ -70,6 +75,7 @@ def run(config: Config) -> None:
             versions,
             num_steps=config.trainer.steps,
             first_step=done + 1 if done else 0,
+            gpus=placed.gpu_ids,
         )
         trainer.tracker = stack.enter_context(tracker)
         trainer.evaluator = Evaluator(

@@ -16,7 +16,7 @@ MAX_SEQUENCES = 128
 MAX_BATCHED_TOKENS = 2048
 OUTSIDE = 3 * GIB
 """What CUDA, NCCL and the allocator take besides, in no share of vLLM's. Assumed."""
-_IN_FP8 = ("attention", "dense MLP", "shared expert", "experts")
+IN_FP8 = ("attention", "dense MLP", "shared expert", "experts")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _weights(config: Config, arch: Architecture, width: int) -> list[Term]:
         parts[held.part] = parts.get(held.part, 0) + held.numel
     parts.pop("MTP", None)  # the engine drafts nothing
     fp8 = config.rollout.quantization == "fp8"
-    small = sum(n for part, n in parts.items() if fp8 and part in _IN_FP8)
+    small = sum(n for part, n in parts.items() if fp8 and part in IN_FP8)
     rest = sum(parts.values()) - small
     terms = [Term("weights", f"{rest:,} x {width}", rest * width)]
     if fp8:

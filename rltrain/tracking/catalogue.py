@@ -441,6 +441,53 @@ PERFORMANCE = (
         better="higher",
     ),
     _performance(
+        "throughput/tokens_per_second_per_gpu",
+        "throughput/tokens_per_second over all GPUs of the run; on GPUs",
+        "time/step x GPUs",
+        "tokens/s",
+        better="higher",
+    ),
+    _performance(
+        "throughput/bound_tokens_per_second_per_gpu",
+        "the same of a step that generates, scores once and updates at the card's limits, and does "
+        "nothing else; on cards of rltrain/tracking/roofline.py",
+        "-",
+        "tokens/s",
+    ),
+    _performance(
+        "throughput/generate_over_bound",
+        "seconds that decoding needs at the card's memory bandwidth and peak / time/generate; left "
+        "out where dynamic sampling left responses out",
+        "time/generate",
+        better="higher",
+    ),
+    _performance(
+        "throughput/mfu_scoring",
+        "model FLOPs of one forward pass / (time/old_logprobs x GPUs of the policy x dense bf16 "
+        "peak)",
+        "time/old_logprobs",
+        better="higher",
+    ),
+    _performance(
+        "throughput/mfu_update",
+        "model FLOPs of the updates, what is recomputed not counted, / (time/update x GPUs of the "
+        "policy x dense bf16 peak)",
+        "time/update",
+        better="higher",
+    ),
+    _performance(
+        "gpu/utilization",
+        "share of a second in which a kernel ran, since the step before, by nvidia-smi",
+        "seconds x GPUs of the run",
+        better="higher",
+    ),
+    _performance(
+        "gpu/memory_gib",
+        "most memory in use on one GPU in that time, by nvidia-smi",
+        "-",
+        "GiB",
+    ),
+    _performance(
         "memory/host_rss_gib",
         "resident memory of the driver and what it started",
         "-",
