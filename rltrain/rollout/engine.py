@@ -146,8 +146,8 @@ class RolloutEngine:
         Raises:
             RuntimeError: requests are running; vLLM would abort them.
         """
-        if self._engine.output_processor.has_unfinished_requests():
-            raise RuntimeError("an engine was put to sleep while requests are running")
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests run on an engine that is to sleep")
         await self._unless_dead(self._engine.sleep(level))
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
