@@ -118,7 +118,7 @@ def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
 
 
 def first_bucket(sender: Sender, tensors: dict[str, torch.Tensor]) -> Bucket:
-    bucket = BucketStream(iter(tensors.items()), sender).next_bucket()
+    bucket = BucketStream(iter(tensors.items()), sender, 2**20).next_bucket()
     assert bucket is not None
     return bucket
 
@@ -184,7 +184,7 @@ def test_a_segment_cut_short_is_found() -> None:
 
 def test_no_room_is_an_error_before_anything_is_written() -> None:
     huge = torch.zeros(1).expand(2**50)
-    stream = BucketStream(iter([("small", torch.zeros(8)), ("huge", huge)]), ShmSender())
+    stream = BucketStream(iter([("small", torch.zeros(8)), ("huge", huge)]), ShmSender(), 2**20)
     with pytest.raises(
         ValueError, match=r"too small.*huge needs \d+ bytes, found \d+ free.*shm-size"
     ):
@@ -198,7 +198,7 @@ def test_a_stream_that_fails_leaves_nothing_behind() -> None:
         yield "a", torch.zeros(8)
         raise RuntimeError("a rank died")
 
-    stream = BucketStream(failing(), ShmSender())
+    stream = BucketStream(failing(), ShmSender(), 2**20)
     with pytest.raises(RuntimeError, match="a rank died"):
         stream.next_bucket()
     assert segments() == set()
@@ -206,7 +206,7 @@ def test_a_stream_that_fails_leaves_nothing_behind() -> None:
 
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="no tensor"):
-        BucketStream(iter([]), None)
+        BucketStream(iter([]), None, 2**20)
 
 
 @pytest.mark.parametrize("name", [None, "../etc/passwd", "rltrain-1-1-../x", "psm_1234"])
