@@ -98,6 +98,22 @@ def test_every_tensor_arrives_once_in_order(
     assert segments() == set()
 
 
+def test_a_bucket_is_there_until_the_next_but_one() -> None:
+    tensors = {f"{i}": torch.full((4,), i) for i in range(3)}
+    stream = BucketStream(iter(tensors.items()), ShmSender(), 16)
+    first, second = stream.next_bucket(), stream.next_bucket()
+    assert first is not None and second is not None
+    assert torch.equal(dict(read_segment(first))["0"], tensors["0"])
+    assert stream.next_bucket() is not None
+    with pytest.raises(ValueError, match="is not here"):
+        list(read_segment(first))
+    assert torch.equal(dict(read_segment(second))["1"], tensors["1"])
+    assert stream.next_bucket() is None
+    assert len(segments()) == 2
+    stream.close()
+    assert segments() == set()
+
+
 def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
     taken: dict[bool, list[int]] = {True: [], False: []}
 
