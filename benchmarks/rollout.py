@@ -24,15 +24,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
-from benchmarks.models import random_slice
+from benchmarks.models import MODELS, random_slice
 from benchmarks.result import Result, median_interval
 from rltrain.config import Config
+from rltrain.controller.cluster import OVERRIDE_ON_ZERO
 from rltrain.data.tiny_model import build_random_model
 from rltrain.main import compose
 from rltrain.rollout.engine import RolloutEngine, has_fp32_head
@@ -43,7 +47,11 @@ from rltrain.rollout.types import Request
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.families import read_architecture
 
-MODELS = Path("~/.cache/rltrain/benchmarks").expanduser()
+ON_CUDA = ["rollout.enforce_eager=false"]
+ON_CPU = [  # where `LLM` takes more at once than `AsyncLLM` by default
+    "+rollout.engine_args.max_num_seqs=256",
+    "+rollout.engine_args.max_num_batched_tokens=4096",
+]
 OF_THE_CARD = 0.25
 """Share of its memory that each of the three engines gets."""
 
@@ -82,6 +90,7 @@ class Work:
                 f"rollout.max_response_tokens={2 * self.response_tokens}",
                 f"policy.max_tokens_per_micro_batch={max(longest, 4096)}",
                 f"rollout.gpu_memory_utilization={OF_THE_CARD}",
+                *(ON_CUDA if torch.cuda.is_available() else ON_CPU),
                 *self.overrides,
             ]
         )
@@ -97,8 +106,6 @@ class Work:
         ]
 
     def spec(self, capture: bool) -> EngineSpec:
-        import torch
-
         arch = read_architecture(Path(self.path))
         shape = RouteShape(
             arch.num_layers, arch.moe_layers, arch.num_experts, arch.experts_per_token
@@ -213,23 +220,23 @@ class Bare:
 
 def measure(work: Work) -> dict[str, list[float]]:
     """Tokens per second of every contestant, round by round."""
-    ray.init(address="local", include_dashboard=False, log_to_driver=True, logging_level="warning")
+    os.environ.setdefault(OVERRIDE_ON_ZERO, "0")  # every actor sees the GPU
+    ray.init(address="local", include_dashboard=False, logging_level="warning")
     specs = {"trainer": work.spec(capture=True), "trainer_without_capture": work.spec(False)}
-    bare = Bare(work)
-    try:
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
         actor = ray.remote(FixedLengths).options(num_cpus=0)
         engines = {name: actor.remote(spec, work.response_tokens) for name, spec in specs.items()}
-        ray.get([engine.start.remote() for engine in engines.values()])
-        assert bare.answer() == "ready"
-        contestants = {
+        for name, engine in engines.items():  # one by one: each measures the memory that is free
+            progress(f"{name} is ready: {ray.get(engine.start.remote())}")
+        bare = stack.enter_context(closing(Bare(work)))
+        progress(f"the bare process is {bare.answer()}")
+        contestants: dict[str, Callable[[int], float]] = {
             **{name: trainer(work, engine) for name, engine in engines.items()},
-            "raw": lambda round: bare.seconds(round, True),
-            "raw_without_seeds": lambda round: bare.seconds(round, False),
+            "raw": partial(bare.seconds, seeded=True),
+            "raw_without_seeds": partial(bare.seconds, seeded=False),
         }
         return {name: rates[1:] for name, rates in play(work, contestants).items()}
-    finally:
-        bare.close()
-        ray.shutdown()
 
 
 def trainer(work: Work, engine: Any) -> Callable[[int], float]:
@@ -254,14 +261,20 @@ def play(work: Work, contestants: dict[str, Callable[[int], float]]) -> dict[str
         tokens = sum(length(r, work.response_tokens) for r in requests_of(work, round))
         for name in names[round % len(names) :] + names[: round % len(names)]:
             rates[name].append(tokens / contestants[name](round))
-            sys.stderr.write(f"round {round}: {name} {rates[name][-1]:,.0f} tokens/s\n")
+            progress(f"round {round}: {name} {rates[name][-1]:,.0f} tokens/s")
     return rates
 
 
+def progress(what: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {what}\n")
+
+
 def report(work: Work, rates: dict[str, list[float]]) -> Result:
-    result = Result("rollout", settings=dataclasses.asdict(work))
+    settings = dataclasses.asdict(work)
+    del settings["path"]
+    result = Result("rollout", settings)
     for name, found in rates.items():
-        result.measure(f"{name}_tokens_per_second", median_interval(found).value)
+        result.measure(f"{name}_tokens_per_second", median_interval(found))
 
     def over(name: str, base: str, target: float | None) -> None:
         pairs = zip(rates[name], rates[base], strict=True)

@@ -70,6 +70,7 @@ class RolloutEngine:
         os.environ.update(environment(self._spec))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rltrain.weights import receiver
@@ -81,7 +82,10 @@ class RolloutEngine:
         self._overrides = chosen["hf_overrides"]
         args = AsyncEngineArgs(**chosen, **receiver.engine_args())
         self._stop_token_ids = stop_token_ids(self._spec.model_path)
-        self._engine = AsyncLLM.from_engine_args(args)
+        # By this vLLM chooses how much a GPU runs at once: of a server's 128 requests it would idle.
+        offline = self._spec.device == "cuda"
+        context = UsageContext.LLM_CLASS if offline else UsageContext.ENGINE_CONTEXT
+        self._engine = AsyncLLM.from_engine_args(args, usage_context=context)
         return self.capabilities()
 
     def capabilities(self) -> dict[str, Any]:
@@ -251,7 +255,9 @@ class RolloutEngine:
         capture = self._spec.capture
         if capture is None or not sampling.capture_routes:
             return [None] * len(requests)
-        routes = check_routes(
+        # Beside the event loop, which takes what is generated meanwhile.
+        routes = await asyncio.to_thread(
+            check_routes,
             [completion.routed_experts for completion in completions],
             [
                 [*request.prompt_tokens, *completion.token_ids]
