@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SEVERAL_NODES = (
     "no run spans nodes yet: policy ranks meet through a file of one host, and weights reach the",
-    "engines through its shared memory (controller/worker_group.py, weights/transport.py)",
+    "engines within it (controller/worker_group.py, weights/broadcast.py)",
 )
 RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
 

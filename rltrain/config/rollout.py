@@ -78,7 +78,7 @@ class RolloutConfig(Section):
     and short ones are preferred. Prompts that were aborted are skipped until the next epoch: the
     slowest of all would else fill the extra places of every step."""
     enforce_eager: bool = True
-    weight_transfer: Literal["auto"] | Carrier = "auto"
+    weight_transfer: Literal["auto", Carrier] = "auto"
     """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
     are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
     CPUs. ``shm``: through the host's shared memory. ``auto`` is shm on CPUs, ipc where engines are

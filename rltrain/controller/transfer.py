@@ -13,7 +13,7 @@ def check_transfer(config: Config, placement: Placement) -> None:
         choose_carrier(config.rollout.weight_transfer, placement)
 
 
-def choose_carrier(wanted: Literal["auto"] | Carrier, placement: Placement) -> Carrier:
+def choose_carrier(wanted: Literal["auto", Carrier], placement: Placement) -> Carrier:
     """What ``rollout.weight_transfer`` means where the run was placed.
 
     Raises:

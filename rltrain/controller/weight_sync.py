@@ -39,9 +39,8 @@ class WeightSync:
         """
         if self._receivers is None:
             self._receivers = self._connect()
+        busy, doing = [e.start_weight_sync.remote() for e in self.engines], "start_weight_sync"
         self.policy.call("begin_weight_stream", dtype, self.carrier, self._receivers)
-        busy = [engine.start_weight_sync.remote() for engine in self.engines]
-        doing = "start_weight_sync"
         while (bucket := self._next_bucket()) is not None:
             answers(busy, doing, self.timeout_s)
             busy = [engine.load_weight_bucket.remote(bucket) for engine in self.engines]

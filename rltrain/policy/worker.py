@@ -37,7 +37,7 @@ from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.sender import full_tensors
 from rltrain.weights.shared_memory import ShmSender
-from rltrain.weights.transport import Bucket, BucketStream, Sender
+from rltrain.weights.transport import BUCKET_BYTES, Bucket, BucketStream, Sender
 
 
 class PolicyWorker(Learner):
@@ -246,14 +246,15 @@ class PolicyWorker(Learner):
         tensors = self._full_tensors(getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
             tensors = in_fp8(tensors, self.arch)
-        self._stream = BucketStream(tensors, self._sender(carrier, receivers))
+        size = BUCKET_BYTES[carrier]
+        self._stream = BucketStream(tensors, self._sender(carrier, receivers, size), size)
 
-    def _sender(self, carrier: Carrier, receivers: Sequence[str]) -> Sender | None:
+    def _sender(self, carrier: Carrier, receivers: Sequence[str], size: int) -> Sender | None:
         if carrier == "ipc":
-            return IpcSender(self.device) if self.device_name() in receivers else None
+            return IpcSender(self.device, size) if self.device_name() in receivers else None
         if self.mesh.rank > 0:
             return None
-        return ShmSender() if carrier == "shm" else BroadcastSender(self.group, self.device)
+        return ShmSender() if carrier == "shm" else BroadcastSender(self.group, self.device, size)
 
     def _full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         if self.bridge is None:

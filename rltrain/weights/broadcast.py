@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rltrain.config.rollout import Carrier
 from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.transport import BUCKET_BYTES, SLOTS, Bucket, Named, TensorEntry
+from rltrain.weights.transport import SLOTS, Bucket, Named, TensorEntry
 
 SENDER = 0
 
@@ -58,9 +58,7 @@ class BroadcastSender:
 
     carrier: Carrier = "broadcast"
 
-    def __init__(
-        self, group: Group, device: torch.device, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, group: Group, device: torch.device, bucket_bytes: int) -> None:
         self._group = group
         self._device = device
         self._slots = FlatSlots(device, bucket_bytes)

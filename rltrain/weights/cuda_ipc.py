@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rltrain.config.rollout import Carrier
 from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.transport import BUCKET_BYTES, SLOTS, Bucket, Named, TensorEntry
+from rltrain.weights.transport import SLOTS, Bucket, Named, TensorEntry
 
 Handle = list[Any]
 """What torch needs to open a storage of another process, bytes as hexadecimal text."""
@@ -27,7 +27,7 @@ class IpcSender:
 
     carrier: Carrier = "ipc"
 
-    def __init__(self, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._gpu = gpu_id(device)
         self._slots = FlatSlots(device, bucket_bytes)
         # By slot, the buffer that was shared: torch counts who reads it, and once is enough.

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from rltrain.weights.transport import (
-    BUCKET_BYTES,
     SLOTS,
     Bucket,
     Named,
@@ -18,7 +17,7 @@ from rltrain.weights.transport import (
 class FlatSlots:
     """The buffers that a sender fills; a slot grows for a tensor that is larger than a bucket."""
 
-    def __init__(self, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._device = device
         self.buffers = [self._empty(bucket_bytes) for _ in range(SLOTS)]
 

@@ -23,7 +23,12 @@ from torch import Tensor
 from rltrain.config.rollout import Carrier
 
 SLOTS = 2
-BUCKET_BYTES = 256 * 2**20
+BUCKET_BYTES: dict[Carrier, int] = {
+    "shm": 128 * 2**20,
+    "ipc": 512 * 2**20,
+    "broadcast": 512 * 2**20,
+}
+"""/dev/shm is often small; on a device a bucket should take longer than asking for the next one."""
 ALIGNMENT = 16
 """Of a tensor within a bucket, so that it can be read in place whatever its dtype."""
 
@@ -80,9 +85,7 @@ class BucketStream:
         ValueError: the stream is empty.
     """
 
-    def __init__(
-        self, tensors: Named, sender: Sender | None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, tensors: Named, sender: Sender | None, bucket_bytes: int) -> None:
         self._tensors = tensors
         self._sender = sender
         self._bucket_bytes = bucket_bytes

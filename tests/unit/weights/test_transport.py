@@ -98,6 +98,22 @@ def test_every_tensor_arrives_once_in_order(
     assert segments() == set()
 
 
+def test_a_bucket_is_there_until_the_next_but_one() -> None:
+    tensors = {f"{i}": torch.full((4,), i) for i in range(3)}
+    stream = BucketStream(iter(tensors.items()), ShmSender(), 16)
+    first, second = stream.next_bucket(), stream.next_bucket()
+    assert first is not None and second is not None
+    assert torch.equal(dict(read_segment(first))["0"], tensors["0"])
+    assert stream.next_bucket() is not None
+    with pytest.raises(ValueError, match="is not here"):
+        list(read_segment(first))
+    assert torch.equal(dict(read_segment(second))["1"], tensors["1"])
+    assert stream.next_bucket() is None
+    assert len(segments()) == 2
+    stream.close()
+    assert segments() == set()
+
+
 def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
     taken: dict[bool, list[int]] = {True: [], False: []}
 
@@ -118,7 +134,7 @@ def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
 
 
 def first_bucket(sender: Sender, tensors: dict[str, torch.Tensor]) -> Bucket:
-    bucket = BucketStream(iter(tensors.items()), sender).next_bucket()
+    bucket = BucketStream(iter(tensors.items()), sender, 2**20).next_bucket()
     assert bucket is not None
     return bucket
 
@@ -184,7 +200,7 @@ def test_a_segment_cut_short_is_found() -> None:
 
 def test_no_room_is_an_error_before_anything_is_written() -> None:
     huge = torch.zeros(1).expand(2**50)
-    stream = BucketStream(iter([("small", torch.zeros(8)), ("huge", huge)]), ShmSender())
+    stream = BucketStream(iter([("small", torch.zeros(8)), ("huge", huge)]), ShmSender(), 2**20)
     with pytest.raises(
         ValueError, match=r"too small.*huge needs \d+ bytes, found \d+ free.*shm-size"
     ):
@@ -198,7 +214,7 @@ def test_a_stream_that_fails_leaves_nothing_behind() -> None:
         yield "a", torch.zeros(8)
         raise RuntimeError("a rank died")
 
-    stream = BucketStream(failing(), ShmSender())
+    stream = BucketStream(failing(), ShmSender(), 2**20)
     with pytest.raises(RuntimeError, match="a rank died"):
         stream.next_bucket()
     assert segments() == set()
@@ -206,7 +222,7 @@ def test_a_stream_that_fails_leaves_nothing_behind() -> None:
 
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="no tensor"):
-        BucketStream(iter([]), None)
+        BucketStream(iter([]), None, 2**20)
 
 
 @pytest.mark.parametrize("name", [None, "../etc/passwd", "rltrain-1-1-../x", "psm_1234"])
