@@ -41,7 +41,7 @@ def test_the_tiny_recipe_fits_one_gpu_that_the_engine_shares(
     [
         (["--gpus=7"], "the run needs 8 GPUs, there are 7: lower policy.parallel"),
         (["policy.recompute=none"], "most is activations"),
-        (["policy.max_tokens_per_micro_batch=32768"], "most is logits"),
+        (["policy.max_tokens_per_micro_batch=131072"], "most is a layer at work"),
         (["rollout.gpu_memory_utilization=0.99"], "lower rollout.gpu_memory_utilization"),
         (["rollout.gpu_memory_utilization=0.2"], "holds no sequence of full length"),
         (["rollout.tensor_parallel=16"], "an engine lies on one node"),
