@@ -64,6 +64,9 @@ class BareMegatron:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values[name])
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True  # as Megatron has it where APEX is installed
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True
         )

@@ -22,7 +22,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -260,7 +260,8 @@ def measure(
 def ratios(name: str, seconds: Mapping[str, Sequence[float]], result: Result) -> None:
     """Speeds over ceilings of the same round; over the fastest native, whichever is faster."""
     if {"native", "native_fused_router"} <= seconds.keys():
-        fastest = [min(x) for x in zip(seconds["native"], seconds["native_fused_router"])]
+        both = zip(seconds["native"], seconds["native_fused_router"], strict=True)
+        fastest = [min(pair) for pair in both]
         seconds = {**seconds, "fastest_native": fastest}
     targets = {
         ("r3", "native"): 1.0,
@@ -362,5 +363,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with nullcontext():
-        main()
+    main()
