@@ -192,6 +192,11 @@ IMPOSSIBLE = [
         "a micro batch holds the longest sequence",
     ),
     (
+        {"policy.max_tokens_per_scoring_micro_batch": 79},
+        "policy.max_tokens_per_scoring_micro_batch=79",
+        "a micro batch holds the longest sequence",
+    ),
+    (
         {"algorithm.type": "sft", "routing_replay.mode": "r3"},
         "routing_replay.mode=r3",
         "supervised steps have nothing to replay",
