@@ -12,8 +12,8 @@ from rltrain.config import Config
 from rltrain.controller.preflight import (
     Sizes,
     check_data,
-    check_imported,
     check_expert_parallel,
+    check_imported,
     check_layout,
     check_output,
     check_ranks,
