@@ -97,6 +97,7 @@ class Generator:
             alone: whether no group may wait for another to be answered
         """
         numbers = range(len(groups))
+        shares: list[tuple[range, int | None]]
         if self._deterministic:
             engines = range(min(len(self.engines), len(groups)))
             shares = [(numbers[engine :: len(engines)], engine) for engine in engines]

@@ -161,6 +161,21 @@ def test_supervised_steps_need_no_engine_rank() -> None:
     check_ranks(with_layout(dp=8, algorithm={"type": "sft"}), "cpu", cores=2, gpus=0)
 
 
+def test_weights_have_a_way_to_the_engines() -> None:
+    ipc, broadcast = ({"weight_transfer": carrier} for carrier in ("ipc", "broadcast"))
+    check_ranks(with_layout(rollout=broadcast), "cpu", cores=2, gpus=0)
+    with pytest.raises(ValueError, match=r"weight_transfer=ipc: .* found a run on CPUs"):
+        check_ranks(with_layout(rollout=ipc), "cpu", cores=2, gpus=0)
+    check_ranks(with_layout(rollout=ipc), "cuda", cores=1, gpus=1)
+    with pytest.raises(ValueError, match=r"weight_transfer=broadcast: .* some that share"):
+        check_ranks(with_layout(rollout=broadcast), "cuda", cores=1, gpus=1)
+    check_ranks(with_layout(rollout=broadcast), "cuda", cores=1, gpus=2)
+    with pytest.raises(ValueError, match=r"weight_transfer=ipc: .* found engines on GPUs of their"):
+        check_ranks(with_layout(rollout=ipc), "cuda", cores=1, gpus=2)
+    supervised = with_layout(rollout=ipc, algorithm={"type": "sft"})
+    check_ranks(supervised, "cuda", cores=1, gpus=2)
+
+
 def test_ranks_fit_the_gpus() -> None:
     check_ranks(with_layout(), "cuda", cores=1, gpus=1)
     check_ranks(with_layout(dp=2), "cuda", cores=1, gpus=2)
