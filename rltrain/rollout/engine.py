@@ -82,7 +82,7 @@ class RolloutEngine:
         self._overrides = chosen["hf_overrides"]
         args = AsyncEngineArgs(**chosen, **receiver.engine_args())
         self._stop_token_ids = stop_token_ids(self._spec.model_path)
-        # By this vLLM chooses how much a GPU runs at once: of a server's 128 requests it would idle.
+        # By this vLLM chooses how much a GPU runs at once: 128 requests, or a batch's 1,024.
         offline = self._spec.device == "cuda"
         context = UsageContext.LLM_CLASS if offline else UsageContext.ENGINE_CONTEXT
         self._engine = AsyncLLM.from_engine_args(args, usage_context=context)

@@ -100,7 +100,9 @@ class Generator:
         shares: list[tuple[range, int | None]]
         if self._deterministic:
             engines = range(min(len(self.engines), len(groups)))
-            shares = [(numbers[engine :: len(engines)], engine) for engine in engines]
+            shares: list[tuple[range, int | None]] = [
+                (numbers[engine :: len(engines)], engine) for engine in engines
+            ]
         else:
             size = 1 if alone else max(1, REQUESTS_PER_CALL // len(groups[0]))
             shares = [(numbers[i : i + size], None) for i in numbers[::size]]

@@ -110,6 +110,11 @@ IMPOSSIBLE = [
         "use a horizon above 6",
         "an adaptive kl stays positive",
     ),
+    (
+        {"rollout.deterministic": True, "rollout.oversample": 0.25},
+        "oversample=0.25 keeps the groups that finish first",
+        "what finishes first is not deterministic",
+    ),
     *[
         (
             {f"rollout.engine_args.{option}": value},
