@@ -19,7 +19,7 @@ from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.speed import Speed
 from rltrain.controller.turns import Turns
-from rltrain.controller.weight_sync import check_weight_sync, sync_weights
+from rltrain.controller.weight_sync import WeightSync, check_weight_sync
 from rltrain.controller.worker_group import WorkerGroup
 from rltrain.policy.types import Scored, Updated
 from rltrain.rollout.launch import EngineSpec
@@ -48,6 +48,7 @@ class Trainer:
     critic: CriticGroup | None
     spec: EngineSpec
     placed: Cluster
+    weight_sync: WeightSync
     speed: Speed
     turns: Turns = field(init=False)
     evaluator: Evaluator = field(init=False)
@@ -328,6 +329,6 @@ class Trainer:
         self.synced_after = step
         limit = self.config.cluster.call_timeout_s
         with self.turns.weight_sync(timer):
-            sync_weights(self.policy, self.turns.engines, self.config.rollout.dtype, limit)
+            self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             check_weight_sync(self.turns, self.spec, self.placed.engine_options(0), limit)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.parallel.tokens import PAD, TokenGrid, TokenLayout, layout_tokens, take
 from rltrain.policy.replay import Target
-from rltrain.routing.align import router_targets
+from rltrain.routing.align import last_rows, router_targets, spread_
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,21 +27,23 @@ class MicroBatch:
 
     @cached_property
     def input_ids(self) -> Tensor:
-        return take(self.batch.tokens, self.layout.tokens, 0).to(self.device).unsqueeze(0)  # [1, S]
+        tokens = take(self.batch.tokens, self.layout.tokens, 0)
+        return to_device(tokens, self.device).unsqueeze(0)  # [1, S]
 
     @cached_property
     def position_ids(self) -> Tensor:
         lens = self.batch.seq_lens
         positions = torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens).repeat_interleave(lens)
-        return take(positions, self.layout.tokens, 0).to(self.device).unsqueeze(0)  # [1, S]
+        positions = take(positions, self.layout.tokens, 0)
+        return to_device(positions, self.device).unsqueeze(0)  # [1, S]
 
     @cached_property
     def target_ids(self) -> Tensor:
-        return take(self.batch.tokens, self.layout.targets, 0).to(self.device)  # [S]
+        return to_device(take(self.batch.tokens, self.layout.targets, 0), self.device)  # [S]
 
     @cached_property
     def packed_seq_params(self) -> PackedSeqParams:
-        cu_seqlens = self.layout.cu_seqlens.to(self.device)
+        cu_seqlens = to_device(self.layout.cu_seqlens, self.device)
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -54,12 +56,15 @@ class MicroBatch:
 
     def at_targets(self, values: Tensor) -> Tensor:
         """A field of the batch, at the slots that yield a token's logprob.  # [n] -> [S]"""
-        return take(values, self.layout.targets, 0).to(self.device)
+        return to_device(take(values, self.layout.targets, 0), self.device)
 
     def route_targets(
-        self, layers: Sequence[int], wanted: Sequence[int], num_experts: int
+        self, layers: Sequence[int], wanted: Sequence[int], num_experts: int, *, record: bool
     ) -> dict[int, Target]:
         """What each router must choose, by layer.
+
+        Where only last tokens owe no route, they get experts as padding does, and no router has to
+        choose: nothing reads what they become. Not so where it is recorded what routers choose.
 
         Args:
             layers: the layers of the routes' layer dim, in its order
@@ -69,16 +74,28 @@ class MicroBatch:
         assert routes.shape[1] == len(layers), (routes.shape, layers)
         rows = take(self.token_index, self.layout.routers, PAD)
         experts, replayed = router_targets(routes, mask, rows, num_experts)
-        replayed = replayed.to(self.device)
+        live = ~replayed
+        unread = take(last_rows(self.batch.seq_lens), self.layout.routers, False)
+        complete = not record and not (live & ~unread).any()
+        if complete:
+            spread_(experts, live, num_experts)
+        of_rows = None if complete else to_device(replayed, self.device)
         # One copy for all layers; each router casts its own slice when it gets there.
         own = experts.transpose(0, 1)[[layers.index(layer) for layer in wanted]]  # [L, S, K]
-        by_layer = own.contiguous().to(self.device)
-        return {layer: Target(by_layer[i], replayed) for i, layer in enumerate(wanted)}
+        by_layer = to_device(own.contiguous(), self.device)
+        return {layer: Target(by_layer[i], of_rows) for i, layer in enumerate(wanted)}
 
     def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
         """Write per-slot values to where their tokens lie in the shard, in place."""
         real = index != PAD
-        shard[self.token_index[index[real]]] = slots[real.to(slots.device)].to(shard)
+        shard[self.token_index[index[real]]] = slots.to(shard.device)[real].to(shard)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy that the CPU does not wait for."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def cut(

@@ -148,13 +148,16 @@ def infer(
     A token's is that of the slot before it: of the first token of a sequence it is 0. float32, on
     the last pipeline stage.  # [N]
     """
-    found = torch.zeros(num_tokens)
+    slots: list[tuple[MicroBatch, Tensor]] = []
 
     def collect(mb: MicroBatch, output: Tensor, non_loss_data: bool = True) -> None:
-        mb.scatter(model.outputs(output, mb.target_ids)[0], mb.layout.targets, found)
+        slots.append((mb, model.outputs(output, mb.target_ids)[0]))
 
     with torch.no_grad():
         _run(model, micro_batches, collect, replay=replay, recorder=recorder)
+    found = torch.zeros(num_tokens)
+    for mb, values in slots:  # now, and not while there are micro-batches to start
+        mb.scatter(values, mb.layout.targets, found)
     return model.over_context(found) if model.mesh.is_last_stage else None
 
 
@@ -205,7 +208,9 @@ def _run(
         chunk_taps = taps[id(chunk)]
         targets = None
         if replay:
-            targets = mb.route_targets(layers, chunk_taps.layers, model.arch.num_experts)
+            targets = mb.route_targets(
+                layers, chunk_taps.layers, model.arch.num_experts, record=recorder is not None
+            )
         with chunk_taps.forward(mb.number, targets), hidden_states(chunk):
             output = chunk(
                 input_ids=mb.input_ids,

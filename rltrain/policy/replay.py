@@ -35,7 +35,7 @@ class Target:
     """What one router must choose for one micro-batch."""
 
     experts: Tensor  # [S, K] as `rltrain.routing.codec` stores them
-    replayed: Tensor  # [S] bool, False lets the row choose live
+    replayed: Tensor | None  # [S] bool, False lets the row choose live; None: no row does
 
 
 @dataclass(frozen=True)
@@ -84,35 +84,45 @@ class RouterTap:
         """As upstream: the scores at the chosen experts, and their ids.  # [S, K] each"""
         if self.running is None:
             experts = self._recompute(scores)
-        else:
+            return scores.gather(1, experts), experts
+        native = None
+        if self.recording or self.target is None or self.target.replayed is not None:
             assert default_compute_topk is not None
             _, native = default_compute_topk(scores, topk, num_groups, group_topk)
-            experts = self._forward(self.running, native)
-            if self.recording:
-                margin = choice_margin(
-                    scores.detach(), topk, num_groups, group_topk, self.best_of_group
-                )
-                self.recorded[self.running] = self._record(scores.detach(), native, experts, margin)
+        experts = self._forward(self.running, (len(scores), topk), native)
+        if self.recording:
+            assert native is not None
+            margin = choice_margin(
+                scores.detach(), topk, num_groups, group_topk, self.best_of_group
+            )
+            self.recorded[self.running] = self._record(scores.detach(), native, experts, margin)
         return scores.gather(1, experts), experts
 
-    def _forward(self, micro_batch: int, native: Tensor) -> Tensor:
+    def _forward(self, micro_batch: int, shape: tuple[int, int], native: Tensor | None) -> Tensor:
+        """The experts of a micro-batch; ``native`` may be None where no row chooses live."""
         if micro_batch in self.owed or micro_batch in self.recorded:
             raise RuntimeError(f"layer {self.layer}: micro-batch {micro_batch} ran forward twice")
         self.num_forwards += 1
-        experts = native
-        if self.target is not None:
-            if self.target.experts.shape != native.shape:
-                raise RuntimeError(
-                    f"layer {self.layer}, micro-batch {micro_batch}: the router sees rows and "
-                    f"experts {tuple(native.shape)}, but the routes to replay are "
-                    f"{tuple(self.target.experts.shape)}"
-                )
-            experts = torch.where(
-                self.target.replayed.unsqueeze(1), decode(self.target.experts), native
-            )
+        experts = self._chosen(micro_batch, shape, native)
         if self.recomputations:
             self.owed[micro_batch] = experts
         return experts
+
+    def _chosen(self, micro_batch: int, shape: tuple[int, int], native: Tensor | None) -> Tensor:
+        target = self.target
+        if target is None:
+            assert native is not None
+            return native
+        if target.experts.shape != shape:
+            raise RuntimeError(
+                f"layer {self.layer}, micro-batch {micro_batch}: the router sees rows and "
+                f"experts {shape}, but the routes to replay are {tuple(target.experts.shape)}"
+            )
+        experts = decode(target.experts)
+        if target.replayed is None:
+            return experts
+        assert native is not None
+        return torch.where(target.replayed.unsqueeze(1), experts, native)
 
     def _record(
         self, scores: Tensor, native: Tensor, experts: Tensor, margin: Tensor

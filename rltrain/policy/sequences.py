@@ -9,7 +9,7 @@ from torch import Tensor
 from rltrain.algorithms.sequences import sequence_of
 from rltrain.parallel.tokens import take
 from rltrain.policy.mesh import Mesh
-from rltrain.policy.micro_batch import MicroBatch
+from rltrain.policy.micro_batch import MicroBatch, to_device
 
 
 def sequence_mean(mb: MicroBatch, loss_weights: Tensor, mesh: Mesh) -> Callable[[Tensor], Tensor]:
@@ -23,8 +23,8 @@ def sequence_mean(mb: MicroBatch, loss_weights: Tensor, mesh: Mesh) -> Callable[
     lens, counted = mb.batch.seq_lens, loss_weights != 0
     nowhere = len(lens)  # where padding slots and tokens out of the loss belong
     of_token = torch.where(counted, sequence_of(lens), nowhere)
-    of_slot = take(of_token, mb.layout.targets, nowhere).to(mb.device)  # [S]
-    count = of_token.bincount(minlength=nowhere + 1).clamp_min(1).to(mb.device)
+    of_slot = to_device(take(of_token, mb.layout.targets, nowhere), mb.device)  # [S]
+    count = to_device(of_token.bincount(minlength=nowhere + 1).clamp_min(1), mb.device)
 
     def mean(values: Tensor) -> Tensor:
         kept = torch.where(of_slot == nowhere, 0.0, values.detach().double())

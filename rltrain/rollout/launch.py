@@ -151,6 +151,8 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if spec.sleeps:
         args["enable_sleep_mode"] = True
+    if rollout.expert_parallel:
+        args["enable_expert_parallel"] = True
     if rollout.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
     return args | rollout.engine_args | {"hf_overrides": overrides}

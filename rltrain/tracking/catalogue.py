@@ -334,6 +334,12 @@ ROLLOUT = (
     _rollout("rollout/response_length_max", "longest response", "-", "tokens"),
     _rollout("rollout/truncated_fraction", "responses cut at the limit", SEQUENCES, better="lower"),
     _rollout(
+        "rollout/aborted_groups",
+        "groups that were begun and given up, with rollout.oversample",
+        "-",
+        "groups",
+    ),
+    _rollout(
         "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
     ),
     _rollout("rollout/num_tokens", "prompt and response tokens sampled", "-", "tokens"),

@@ -136,6 +136,16 @@ IMPOSSIBLE = [
     ({"rollout.top_p": 0.9}, "top_p=0.9", "sampling matches training"),
     ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),
     (
+        {"rollout.expert_parallel": True},
+        "over tensor_parallel ranks, found 1",
+        "experts are shared out over ranks",
+    ),
+    (
+        {"rollout.engine_args": {"data_parallel_size": 2}},
+        "data_parallel_size=2: vLLM would answer for the first",
+        "an engine has one copy of the weights",
+    ),
+    (
         {"rollout.quantization": "fp8", "rollout.dtype": "float32"},
         "found dtype=float32",
         "fp8 weights multiply in bf16",

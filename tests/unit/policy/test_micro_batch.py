@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rltrain.batch import Batch
-from rltrain.parallel.tokens import TokenGrid
+from rltrain.parallel.tokens import PAD, TokenGrid
 from rltrain.policy.micro_batch import cut
 from rltrain.routing.align import last_rows, router_targets
 
@@ -38,11 +38,36 @@ def test_targets_are_those_of_the_micro_batchs_own_sequences(
         own = shard().select(rows)
         routes, mask = own.require("replay_expert_indices", "replay_mask")
         experts, replayed = router_targets(routes, mask, mb.layout.routers, EXPERTS)
-        targets = mb.route_targets(LAYERS, wanted, EXPERTS)
+        targets = mb.route_targets(LAYERS, wanted, EXPERTS, record=True)
         assert list(targets) == list(wanted)
         for layer, target in targets.items():
             assert torch.equal(target.experts, experts[:, LAYERS.index(layer)])
-            assert torch.equal(target.replayed, replayed)
+            assert target.replayed is not None and torch.equal(target.replayed, replayed)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_no_router_chooses_where_only_last_tokens_owe_no_route(grid: TokenGrid) -> None:
+    """They get distinct experts, which nothing reads; every other row those of its route."""
+    missing = shard()
+    whole = missing.with_fields(replay_mask=~last_rows(missing.seq_lens))
+    [mb] = cut(whole, [[0, 1, 2, 3]], grid, torch.device("cpu"))
+    experts, replayed = router_targets(
+        *whole.require("replay_expert_indices", "replay_mask"), mb.layout.routers, EXPERTS
+    )
+    for layer, target in mb.route_targets(LAYERS, LAYERS, EXPERTS, record=False).items():
+        assert target.replayed is None
+        kept = target.experts[replayed & (mb.layout.routers != PAD)]
+        wanted = experts[replayed & (mb.layout.routers != PAD), LAYERS.index(layer)]
+        assert torch.equal(kept, wanted)
+        assert all(len(set(row)) == K for row in target.experts.tolist())
+    # One row that has to choose live, and all is as it was.
+    [mb] = cut(missing, [[0, 1, 2, 3]], grid, torch.device("cpu"))
+    found = mb.route_targets(LAYERS, LAYERS, EXPERTS, record=False)
+    recorded = mb.route_targets(LAYERS, LAYERS, EXPERTS, record=True)
+    for layer, target in found.items():
+        assert torch.equal(target.experts, recorded[layer].experts)
+        assert target.replayed is not None
+        assert torch.equal(target.replayed, recorded[layer].replayed)
 
 
 def test_cutting_copies_no_routes() -> None:

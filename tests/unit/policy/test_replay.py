@@ -224,6 +224,32 @@ def test_a_router_that_runs_twice_is_an_error() -> None:
         forward(taps, built, 0, draw(3))
 
 
+def test_native_top_k_runs_only_where_a_row_or_a_record_needs_it() -> None:
+    calls = []
+
+    def native_topk(scores: Tensor, topk: int, *_: Any) -> tuple[Tensor, Tensor]:
+        calls.append(scores)
+        values, experts = scores.topk(topk)
+        return values, experts
+
+    chosen = torch.tensor([[0, 1]] * 5, dtype=torch.uint8)
+    rows = torch.tensor([True, False, True, True, True])
+    for replayed, recording, expected in (
+        (None, False, 0),
+        (None, True, 1),
+        (rows, False, 1),
+        (rows, True, 1),
+    ):
+        tap = RouterTap(0, recomputations=0, scores_are_logits=True)
+        tap.target, tap.running, tap.recording = Target(chosen, replayed), 0, recording
+        calls.clear()
+        _, experts = tap(draw(5), K, None, None, native_topk)
+        assert len(calls) == expected, (replayed, recording)
+        own = experts.sort().values.tolist()
+        assert own[0] == [0, 1]
+        assert own[1] == ([0, 1] if replayed is None else native(draw(5))[1])
+
+
 def test_no_tap_waits_for_the_device() -> None:
     """Meta tensors have no values: reading one, as ``.item()`` does, is an error."""
     tap = RouterTap(0, recomputations=1, scores_are_logits=True)
