@@ -23,7 +23,7 @@ SCRIPT = """#!/bin/sh
 echo "$$ $*" >> "{folder}/calls"
 case "$*" in *--query-gpu=name*) echo "NVIDIA H200"; exit;; esac
 printf '%s\\n' {lines}
-while true; do sleep 0.02; done
+exec sleep 60
 """
 
 
