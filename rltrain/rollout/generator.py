@@ -97,7 +97,6 @@ class Generator:
             alone: whether no group may wait for another to be answered
         """
         numbers = range(len(groups))
-        shares: list[tuple[range, int | None]]
         if self._deterministic:
             engines = range(min(len(self.engines), len(groups)))
             shares: list[tuple[range, int | None]] = [
