@@ -172,14 +172,19 @@ class RolloutEngine:
         """
         for request in requests:
             check_length(request, sampling, self._spec.max_model_len)
-        aborts = self._aborts
-        async with self._turn:
-            if self._syncing:
-                raise RuntimeError("generate was called between start and finish of a weight sync")
-            completions = await self._unless_dead(self._complete(requests, sampling, aborts))
-            if completions is None:
-                return None
-            routes = await self._routes(requests, completions, sampling)
+        if self._syncing:
+            raise RuntimeError("generate was called between start and finish of a weight sync")
+        aborts, names = self._aborts, [f"{uuid.uuid4().hex}-{i}" for i in range(len(requests))]
+        self._in_flight.update(names)
+        try:
+            async with self._turn:
+                work = self._complete(requests, sampling, names, aborts)
+                completions = await self._unless_dead(work)
+                if completions is None:
+                    return None
+                routes = await self._routes(requests, completions, sampling)
+        finally:
+            self._in_flight.difference_update(names)
         return [
             Rollout(
                 prompt_tokens=request.prompt_tokens,
@@ -198,17 +203,20 @@ class RolloutEngine:
         await self._engine.abort(list(self._in_flight))
 
     async def _complete(
-        self, requests: Sequence[Request], sampling: SamplingParams, aborts: int
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        names: Sequence[str],
+        aborts: int,
     ) -> list[Any] | None:
         """vLLM's finished completions, in the order of the requests.
 
         Args:
+            names: of the requests, for vLLM
             aborts: how many there had been when the call came; None is returned after another
         """
         deterministic = self._spec.rollout.deterministic
-        names = [f"{uuid.uuid4().hex}-{i}" for i in range(len(requests))]
         params = [vllm_params(request, sampling, self._stop_token_ids) for request in requests]
-        self._in_flight.update(names)
         try:
             if deterministic:
                 # Which requests share a forward pass decides how sums are rounded. While paused the
@@ -228,8 +236,6 @@ class RolloutEngine:
         except BaseException:
             await self._engine.abort(names)
             raise
-        finally:
-            self._in_flight.difference_update(names)
         completions = [output.outputs[0] for output in outputs]
         if self._aborts > aborts:
             return None
