@@ -49,7 +49,7 @@ def test_turns_on_one_gpu_are_added_up(capsys: pytest.CaptureFixture[str]) -> No
 
     # Alone it would fit.
     tight = printed(capsys, *shared[:2], f"--gpu-memory-gib={sizes[1] - 0.1}", status=1)
-    assert "policy rank of stage 2: 0.10 GiB too much" in tight
+    assert ": 0.10 GiB too much; most is " in tight
 
     often = printed(capsys, *shared, "trainer.sync_every=2", status=0).partition("by turn\n")[2]
     kept = float(often.splitlines()[3].split()[0]) - sizes[3]
