@@ -157,9 +157,9 @@ def _pin(host: Tensor, device: torch.device) -> None:
     """
     if device.type == "cuda" and host.numel():
         cuda = torch.cuda.cudart()
-        torch.cuda.check_error(cuda.cudaHostRegister(host.data_ptr(), host.numel(), 0))
+        torch.cuda.check_error(int(cuda.cudaHostRegister(host.data_ptr(), host.numel(), 0)))
 
 
 def _unpin(host: Tensor, device: torch.device) -> None:
     if device.type == "cuda" and host.numel():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())))
