@@ -89,12 +89,10 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
         raise ValueError(
             f"{old['benchmark']}: expected the same settings, found {was} and {is_now}"
         )
-    changes = [_judge(*pair, sign=1) for pair in _pairs(old["ratios"], new["ratios"])]
+    changes = [_judge(n, was, now, 1) for n, was, now in _pairs(old["ratios"], new["ratios"])]
     if not _other_machine(old, new):
-        changes += [
-            _judge(name, *values, sign=_sign(name))
-            for name, *values in _pairs(old["measured"], new["measured"])
-        ]
+        pairs = _pairs(old["measured"], new["measured"])
+        changes += [_judge(n, was, now, _sign(n)) for n, was, now in pairs]
     return changes
 
 

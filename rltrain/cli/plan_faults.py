@@ -21,6 +21,7 @@ REMEDIES = {
     "activations": "policy.recompute=full, fewer policy.max_tokens_per_micro_batch, more tp or cp",
     "a layer at work": "fewer policy.max_tokens_per_micro_batch, more tp or cp",
     "logits": "fewer policy.max_tokens_per_micro_batch, or more policy.parallel.tp or cp",
+    "gradient of the head": "more policy.parallel.tp",
 }
 
 

@@ -59,7 +59,11 @@ def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: 
         terms += memory.critic_states(config, arch, stage, width)
     return [
         *terms,
-        *memory.passes(config, arch, stage, width),
+        *max(
+            memory.passes(config, arch, stage, width),
+            memory.scoring(config, arch, stage, width),
+            key=total,
+        ),
         RESERVE,
     ]
 

@@ -77,6 +77,9 @@ class PolicyConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     max_tokens_per_micro_batch: Positive = 8192
     """Token budget of one forward pass of one rank, padding included."""
+    max_tokens_per_scoring_micro_batch: Positive | None = None
+    """The same where no gradient follows (old and reference log-probabilities, values), and so no
+    activation is kept; null is 4 times ``max_tokens_per_micro_batch``."""
     recompute: Literal["none", "selective", "full"] = "none"
     """``full`` reruns whole layers in the backward pass, ``selective`` the modules named below."""
     recompute_modules: list[RecomputeModule] = Field(default=["core_attn"])
@@ -93,6 +96,11 @@ class PolicyConfig(Section):
     megatron_args: dict[str, Any] = Field(default_factory=dict)
     """Anything else Megatron's TransformerConfig takes; what rltrain sets itself, and what routing
     replay cannot survive, is refused at start."""
+
+    @property
+    def scoring_tokens(self) -> int:
+        """Token budget of a forward pass that no backward pass follows."""
+        return self.max_tokens_per_scoring_micro_batch or 4 * self.max_tokens_per_micro_batch
 
     @property
     def slot_align(self) -> int:

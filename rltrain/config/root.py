@@ -69,12 +69,15 @@ class Config(Section):
     @model_validator(mode="after")
     def a_micro_batch_holds_the_longest_sequence(self) -> Self:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if longest > self.policy.max_tokens_per_micro_batch:
-            raise ValueError(
-                f"policy.max_tokens_per_micro_batch={self.policy.max_tokens_per_micro_batch} is "
-                f"less than one sequence can take ({longest} = data.max_prompt_tokens + "
-                "rollout.max_response_tokens)"
-            )
+        for key, budget in {
+            "max_tokens_per_micro_batch": self.policy.max_tokens_per_micro_batch,
+            "max_tokens_per_scoring_micro_batch": self.policy.scoring_tokens,
+        }.items():
+            if longest > budget:
+                raise ValueError(
+                    f"policy.{key}={budget} is less than one sequence can take ({longest} = "
+                    "data.max_prompt_tokens + rollout.max_response_tokens)"
+                )
         return self
 
     @model_validator(mode="after")

@@ -100,7 +100,7 @@ class Speed:
             found["throughput/mfu_scoring"] = scoring / step["time/old_logprobs"]
         if updated:
             found["throughput/mfu_update"] = update / step["time/update"]
-        if tokens == batch.num_tokens:
+        if tokens == batch.num_tokens and not step.get("rollout/aborted_groups"):
             decoding = self._decoding_seconds(batch, self.work, self.card)
             bound = tokens / (decoding + scoring + update) / self.placement.num_gpus
             found["throughput/generate_over_bound"] = decoding / step["time/generate"]

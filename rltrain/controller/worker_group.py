@@ -94,6 +94,7 @@ class WorkerGroup:
             parallel.dp,
             self._config.policy.max_tokens_per_micro_batch,
             multiple_of=parallel.micro_batch_multiple,
+            scoring_tokens=self._config.policy.scoring_tokens,
         )
         shards = [ray.put(batch.select(rows)) for rows in self._plan.shards]
         self._gather("begin_step", lambda rank: ((shards[self._dp_ranks[rank]],), {}))

@@ -25,7 +25,13 @@ class StepPlan:
 
 
 def plan_step(
-    seq_lens: Sequence[int], mini_batches: int, dp_size: int, max_tokens: int, multiple_of: int = 1
+    seq_lens: Sequence[int],
+    mini_batches: int,
+    dp_size: int,
+    max_tokens: int,
+    multiple_of: int = 1,
+    *,
+    scoring_tokens: int | None = None,
 ) -> StepPlan:
     """Cut a step into mini-batches of sequences, in order, and those into micro-batches.
 
@@ -33,6 +39,7 @@ def plan_step(
     journey to be replayed in its update.
 
     Args:
+        scoring_tokens: of a micro-batch without gradients, ``max_tokens`` if None
         multiple_of: what an interleaved pipeline schedule needs micro-batch counts to divide by
 
     Raises:
@@ -51,7 +58,8 @@ def plan_step(
         for shard, rank in zip(shards, ranks, strict=True):
             shard.extend(start + r for r in rank)
         start += size
-    scoring = pack([[seq_lens[r] for r in shard] for shard in shards], max_tokens, multiple_of)
+    lens = [[seq_lens[r] for r in shard] for shard in shards]
+    scoring = pack(lens, scoring_tokens or max_tokens, multiple_of)
     return StepPlan(shards, scoring, updates)
 
 

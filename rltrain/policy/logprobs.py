@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.policy.memory import BLOCK
 from rltrain.policy.online_softmax import absorb, differentiate, fused, nothing, over_ranks
 
-BLOCK = 2**27
-"""Logits that are held at once: half a GiB in fp32."""
 TILE = 128
 
 

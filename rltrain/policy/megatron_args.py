@@ -8,9 +8,15 @@ from typing import Any
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 MAY_CHANGE = frozenset(
-    {"moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate"}
+    {
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_router_bias_update_rate",
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+    }
 )
-"""Set by rltrain, but only so that balancing is off by default."""
+"""Set by rltrain, but only so that balancing is off and kernels are fused by default."""
 
 INSTEAD = {
     "tensor_model_parallel_size": "policy.parallel.tp",
@@ -41,6 +47,7 @@ INSTEAD = {
 
 ALWAYS_OURS = INSTEAD.keys() | {
     "num_moe_experts",
+    "defer_embedding_wgrad_compute",  # of a head that Megatron runs
     "multi_latent_attention",
     "mtp_num_layers",
     "pipeline_model_parallel_layout",

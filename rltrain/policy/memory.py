@@ -12,14 +12,17 @@ from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.policy import ParallelConfig
 from rltrain.parallel.layers import Pipeline, route_layers
-from rltrain.parallel.memory import Term
+from rltrain.parallel.memory import Term, total
 from rltrain.policy.activations import Layer, layer, micro_batches_in_flight
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.share import PARTS, Held, held_by
 
+BLOCK = 2**27
+"""Logits that are made at once, or one a token where there are more tokens."""
 LOGIT_COPIES = 6
-"""Of a micro-batch's logits in fp32, at once: the head's, over the temperature, shifted, their
-exponentials, and two terms of the entropy (rltrain.policy.logprobs)."""
+"""Of a block of logits in fp32, at once: the head's, their logarithms of probabilities and these
+plus the entropy, the probabilities, and two terms of the gradient (rltrain.policy.online_softmax).
+Compiled, as on GPUs, they are fewer."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,26 @@ def passes(config: Config, arch: Architecture, stage: int, width: int) -> list[T
     if config.routing_replay.mode != "off" and arch.num_experts:
         terms.append(_routes(config, arch, stage, flight, slots))
     work = at_work(layers)
-    at_end = _logits(config, arch, slots) if stage == policy.parallel.pp - 1 else []
+    at_end = _logits(config, arch, slots, width) if stage == policy.parallel.pp - 1 else []
     how = f"{slots:,} x {work:,.0f} numbers x {width}: recomputed, dispatched, gradients"
     in_layer = [Term("a layer at work", how, round(slots * work * width))]
-    return [*terms, *max(in_layer, at_end, key=lambda found: sum(term.nbytes for term in found))]
+    return [*terms, *max(in_layer, at_end, key=total)]
+
+
+def scoring(config: Config, arch: Architecture, stage: int, width: int) -> list[Term]:
+    """What a pass without gradients needs in place of `passes`: it keeps nothing, and takes more
+    tokens at once."""
+    policy = config.policy
+    slots = policy.scoring_tokens // policy.parallel.cp
+    work = max(each.in_flight for each in _layers(config, arch, stage))
+    work += 2 * arch.hidden_size / policy.parallel.tp
+    how = f"{slots:,} tokens (scored) x {work:,.0f} numbers x {width}"
+    in_layer = [Term("a layer at work", how, round(slots * work * width))]
+    at_end = _logits(config, arch, slots, width) if stage == policy.parallel.pp - 1 else []
+    terms = max(in_layer, at_end, key=total)
+    if config.routing_replay.mode != "off" and arch.num_experts:
+        terms = [_routes(config, arch, stage, 1, slots), *terms]
+    return terms
 
 
 def at_work(layers: Sequence[Layer]) -> float:
@@ -140,22 +159,24 @@ def at_work(layers: Sequence[Layer]) -> float:
     return most
 
 
-def _logits(config: Config, arch: Architecture, slots: int) -> list[Term]:
-    """Log-probabilities are taken of one micro-batch at a time; a comparison is a byte."""
-    policy, tp = config.policy, config.policy.parallel.tp
+def _logits(config: Config, arch: Architecture, slots: int, width: int) -> list[Term]:
+    """Log-probabilities are taken of one micro-batch at a time, a block of the vocabulary at a
+    time; a comparison is a byte."""
+    tp = config.policy.parallel.tp
     rows = arch.padded_vocab_size(tp) // tp
-    found = [
+    block = min(rows, max(1, BLOCK // slots))
+    return [
         Term(
             "logits",
-            f"{slots:,} tokens x {rows:,} of the vocabulary x ({LOGIT_COPIES} x 4 (fp32) + 1)",
-            slots * rows * (LOGIT_COPIES * 4 + 1),
-        )
+            f"{slots:,} tokens x {block:,} of the vocabulary x ({LOGIT_COPIES} x 4 (fp32) + 1)",
+            slots * block * (LOGIT_COPIES * 4 + 1),
+        ),
+        Term(
+            "gradient of the head",
+            f"{rows:,} rows x {arch.hidden_size:,} x {width}, {slots:,} tokens x the same x 4",
+            (rows * width + slots * 4) * arch.hidden_size,
+        ),
     ]
-    if policy.precision.head == "fp32" and policy.precision.params != "fp32":
-        size = (rows + slots) * arch.hidden_size * 4
-        how = f"({rows:,} rows of the head + {slots:,} tokens) x {arch.hidden_size:,} x 4"
-        found.append(Term("head in fp32", how, size))
-    return found
 
 
 def max_micro_batches(config: Config) -> int:

@@ -89,6 +89,10 @@ def build_model(
         for module in chunk.modules() if ddp else ():
             if isinstance(module, GroupedLinear):
                 module.into_main_grad = True
+            elif hasattr(module, "fuse_wgrad_accumulation"):
+                # Transformer Engine's. Megatron's option for it asks for APEX's kernel, too, which
+                # only a head that runs within the model would call.
+                module.fuse_wgrad_accumulation = True
     return chunks
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rltrain.algorithms.objective import Sums
 from rltrain.batch import Batch
+from rltrain.parallel.tokens import PAD
 from rltrain.policy.head import head_input, head_weight
 from rltrain.policy.mesh import Mesh
 from rltrain.policy.micro_batch import MicroBatch
@@ -24,7 +25,9 @@ class Observed:
     """Of one pass over one batch, gathered: the same on every rank but for the logits."""
 
     loss: float  # of the whole batch
-    logits: Tensor | None  # of this rank's shard, on the last pipeline stage; fp32  # [N, V]
+    logits: Tensor | None
+    """Of this rank's shard, on the last pipeline stage; fp32, 0 for the last token of a sequence,
+    whose row predicts nothing and may have been given any experts.  # [N, V]"""
     logprobs: Tensor | None  # likewise  # [N]
     gradients: dict[str, Tensor]  # by Hugging Face name
 
@@ -70,7 +73,8 @@ def observe(
 
     def objective(mb: MicroBatch, found: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
         mb.scatter(found.detach(), mb.layout.targets, logprobs)
-        mb.scatter(_whole_rows(observing.kept.pop(), model), mb.layout.tokens, logits)
+        predicting = torch.where(mb.layout.targets == PAD, PAD, mb.layout.tokens)
+        mb.scatter(_whole_rows(observing.kept.pop(), model), predicting, logits)
         (weights,) = mb.batch.require("loss_weights")
         loss = -(mb.at_targets(weights) * found).sum()
         return loss, Sums({"loss": loss.detach()}, {})

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
 from rltrain.policy.megatron_args import megatron_config
 from rltrain.policy.mesh import Mesh
+from rltrain.policy.rotary import rotary_factor
 from rltrain.weights.architecture import MLA, Architecture, Llama3Rotary, Yarn
 
 
@@ -54,6 +55,7 @@ def transformer_config(
         softmax_type="learnable" if arch.attention_sinks else "vanilla",
         **_window_options(arch),
         **run_options(policy, mesh, device),
+        **_fused_options(arch, policy, device),
         **(_expert_options(arch) if arch.num_experts else {}),
         **(routing_options(policy, device, routing_replay) if arch.num_experts else {}),
         **(_latent_attention_options(arch, arch.mla) if arch.mla else {}),
@@ -85,6 +87,21 @@ def run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict[
         "calculate_per_token_loss": False,
         "finalize_model_grads_func": finalize_model_grads,
         **_recompute_options(policy),
+    }
+
+
+def _fused_options(
+    arch: Architecture, policy: PolicyConfig, device: torch.device
+) -> dict[str, Any]:
+    """Kernels that do in one what is several operations else, and round less often.
+
+    Transformer Engine's rotation knows no factor of cos and sin. It waits for nothing, where
+    Megatron's own reads the sequence lengths off the device, twice in every layer.
+    """
+    turned = arch.mla is None and rotary_factor(arch) == 1.0
+    return {
+        "apply_rope_fusion": turned and uses_transformer_engine(policy, device),
+        "bias_activation_fusion": device.type == "cuda" and arch.swiglu_limit is None,
     }
 
 

@@ -82,7 +82,7 @@ class RolloutEngine:
         self._overrides = chosen["hf_overrides"]
         args = AsyncEngineArgs(**chosen, **receiver.engine_args())
         self._stop_token_ids = stop_token_ids(self._spec.model_path)
-        # By this vLLM chooses how much a GPU runs at once: of a server's 128 requests it would idle.
+        # By this vLLM chooses how much a GPU runs at once: 128 requests, or a batch's 1,024.
         offline = self._spec.device == "cuda"
         context = UsageContext.LLM_CLASS if offline else UsageContext.ENGINE_CONTEXT
         self._engine = AsyncLLM.from_engine_args(args, usage_context=context)
@@ -146,8 +146,8 @@ class RolloutEngine:
         Raises:
             RuntimeError: requests are running; vLLM would abort them.
         """
-        if self._engine.output_processor.has_unfinished_requests():
-            raise RuntimeError("an engine was put to sleep while requests are running")
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests run on an engine that is to sleep")
         await self._unless_dead(self._engine.sleep(level))
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:

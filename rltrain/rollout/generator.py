@@ -97,10 +97,11 @@ class Generator:
             alone: whether no group may wait for another to be answered
         """
         numbers = range(len(groups))
-        shares: list[tuple[range, int | None]]
         if self._deterministic:
             engines = range(min(len(self.engines), len(groups)))
-            shares = [(numbers[engine :: len(engines)], engine) for engine in engines]
+            shares: list[tuple[range, int | None]] = [
+                (numbers[engine :: len(engines)], engine) for engine in engines
+            ]
         else:
             size = 1 if alone else max(1, REQUESTS_PER_CALL // len(groups[0]))
             shares = [(numbers[i : i + size], None) for i in numbers[::size]]

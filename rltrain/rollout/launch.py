@@ -115,7 +115,9 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         "max_model_len": spec.max_model_len,
         "tensor_parallel_size": rollout.tensor_parallel,
         "trust_remote_code": spec.trust_remote_code,
-        "enforce_eager": rollout.enforce_eager,
+        "enforce_eager": (
+            spec.device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
+        ),
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
         "generation_config": "vllm",  # the folder's sampling defaults change nothing
         "disable_log_stats": True,

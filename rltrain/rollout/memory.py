@@ -11,8 +11,8 @@ from rltrain.weights.share import held_by
 from rltrain.weights.transport import BUCKET_BYTES
 
 MAX_SEQUENCES = 1024
-"""vLLM's ``max_num_seqs`` of an offline engine on a card of 70 GiB or more (``get_batch_defaults``),
-and next, its ``max_num_batched_tokens``."""
+"""vLLM's ``max_num_seqs`` of an offline engine on a card of 70 GiB or more, an A100 aside
+(``EngineArgs.get_batch_defaults``), and next, its ``max_num_batched_tokens``."""
 MAX_BATCHED_TOKENS = 16384
 OUTSIDE = 3 * GIB
 """What CUDA, NCCL and the allocator take besides, in no share of vLLM's. Assumed."""

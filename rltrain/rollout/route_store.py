@@ -33,7 +33,8 @@ async def store_routes(
     routes: Sequence[CheckedRoutes], capture: RouteCapture, weight_version: int, producer: str
 ) -> list[RouteRef]:
     """Put the routes of a step and return a reference for each sample."""
-    packed = pack, routes, capture.shape, capture.blocks, weight_version, producer
-    objects, refs = await asyncio.to_thread(*packed)
+    objects, refs = await asyncio.to_thread(
+        pack, routes, capture.shape, capture.blocks, weight_version, producer
+    )
     handles = await capture.store.put.remote(objects)
     return [replace(ref, blocks=tuple(handles[n] for n in ref.blocks)) for ref in refs]

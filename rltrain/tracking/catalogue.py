@@ -409,7 +409,7 @@ def _seconds(phase: str, what: str) -> Metric:
 
 PERFORMANCE = (
     _seconds("generate", "sampling the responses"),
-    _seconds("reward", "computing the rewards"),
+    _seconds("reward", "computing the rewards that are missing after the last response"),
     _seconds("engine_sleep", "engines that share GPUs: freeing their memory for training"),
     _seconds("onload", "policy and critic back from host memory, where engines share GPUs"),
     _seconds("old_logprobs", "log-probabilities before the update, with replay"),
@@ -457,7 +457,7 @@ PERFORMANCE = (
     _performance(
         "throughput/generate_over_bound",
         "seconds that decoding needs at the card's memory bandwidth and peak / time/generate; left "
-        "out where dynamic sampling left responses out",
+        "out where dynamic sampling or over-sampling left responses out",
         "time/generate",
         better="higher",
     ),

@@ -60,7 +60,7 @@ class GpuLog:
         return gpu_metrics(parse([self._new.popleft() for _ in range(len(self._new))]))
 
     def close(self) -> None:
-        self._process.terminate()
+        self._process.kill()
         self._process.wait()
         self._thread.join()
 

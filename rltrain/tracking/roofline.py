@@ -142,7 +142,7 @@ def hint(rows: Rows, card: str | None) -> str:
     phases = {n for row in timed for n in row if n.startswith("time/") and n != "time/step"}
     shares = {n: sum(row.get(n) or 0.0 for row in timed) / total for n in phases}
     order = sorted(shares, key=lambda n: -shares[n])[:3]
-    named = [f"{n.removeprefix('time/')} {shares[n]:.0%}" for n in order]
+    named = [f"{n.removeprefix('time/').replace('_', ' ')} {shares[n]:.0%}" for n in order]
     line = f"Where a step goes: {', '.join(named)}."
     speed = _median(timed, "throughput/tokens_per_second_per_gpu")
     if card is None:

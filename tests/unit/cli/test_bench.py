@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.step import report
 from rltrain.cli.app import main
 
 
@@ -98,3 +99,34 @@ def test_other_settings_are_not_compared(
     new = write(tmp_path / "new.json", settings={"layers": 8})
     assert main(["bench", "compare", str(old), str(new)]) == 2
     assert "found {'layers': 4} and {'layers': 8}" in capsys.readouterr().err
+
+
+def test_a_step_is_its_phases_and_what_benchmarks_write_can_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(generate: float, reward: float, update: float, other: float) -> dict[str, float]:
+        phases = {"generate": generate, "reward": reward, "update": update, "weight_sync": 1.0}
+        step = sum(phases.values()) + other
+        times = {**phases, "other": other, "step": step}
+        return {f"time/{name}": seconds for name, seconds in times.items()} | {
+            "throughput/tokens_per_second": 100.0 / step,
+            "throughput/generated_tokens_per_second": 50.0 / generate,
+            "rollout/response_length_mean": 512.0,
+            "routing/coverage": 1.0,
+        }
+
+    result = report([row(5.0, 0.5, 3.0, 0.5)] * 3, {"layers": 4})
+    assert result.ratios["phases_over_step"]["value"] == pytest.approx(0.95)
+    assert result.ratios["compute_and_transfer_over_step"]["value"] == pytest.approx(0.9)
+    assert result.ratios["compute_over_step"]["value"] == pytest.approx(0.8)
+    assert result.measured["generate_seconds"] == {"value": 5.0, "low": 5.0, "high": 5.0}
+    result.write(tmp_path / "old.json")
+    report([row(9.0, 0.5, 3.0, 0.5)] * 3, {"layers": 4}).write(tmp_path / "new.json")
+    capsys.readouterr()
+    assert main(["bench", "compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")]) == 1
+    found = capsys.readouterr().out.splitlines()
+    worse = {line.split()[0] for line in found if line.endswith("WORSE")}
+    assert worse == {
+        *("generate_seconds", "step_seconds"),
+        *("tokens_per_second", "generated_tokens_per_second"),
+    }

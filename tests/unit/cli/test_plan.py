@@ -63,7 +63,7 @@ def test_turns_on_one_gpu_are_added_up(capsys: pytest.CaptureFixture[str]) -> No
         # Alone on its GPUs it would fit.
         (["--gpus=7", "rollout.gpu_memory_utilization=0.97"], "engine rank: 2.65 GiB too much"),
         (["policy.recompute=none"], "most is activations"),
-        (["policy.max_tokens_per_micro_batch=32768"], "most is logits"),
+        (["policy.max_tokens_per_micro_batch=131072"], "most is a layer at work"),
         (["rollout.gpu_memory_utilization=0.99"], "lower rollout.gpu_memory_utilization"),
         (["rollout.gpu_memory_utilization=0.2"], "holds no sequence of full length"),
         (["rollout.tensor_parallel=16"], "an engine lies on one node"),

@@ -110,6 +110,11 @@ IMPOSSIBLE = [
         "use a horizon above 6",
         "an adaptive kl stays positive",
     ),
+    (
+        {"rollout.deterministic": True, "rollout.oversample": 0.25},
+        "oversample=0.25 keeps the groups that finish first",
+        "what finishes first is not deterministic",
+    ),
     *[
         (
             {f"rollout.engine_args.{option}": value},
@@ -189,6 +194,11 @@ IMPOSSIBLE = [
     (
         {"policy.max_tokens_per_micro_batch": 79},
         "80 = data.max_prompt_tokens + rollout.max_response_tokens",
+        "a micro batch holds the longest sequence",
+    ),
+    (
+        {"policy.max_tokens_per_scoring_micro_batch": 79},
+        "policy.max_tokens_per_scoring_micro_batch=79",
         "a micro batch holds the longest sequence",
     ),
     (

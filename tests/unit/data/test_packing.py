@@ -40,6 +40,12 @@ def test_plan(step: tuple[int, list[int], int], dp: int, multiple_of: int) -> No
         )
 
 
+def test_scoring_has_a_budget_of_its_own() -> None:
+    plan = plan_step([5, 5, 5, 5], 1, 1, 10, scoring_tokens=20)
+    assert plan.scoring == [[[0, 1, 2, 3]]]
+    assert [len(rank) for rank in plan.updates[0]] == [2]
+
+
 def test_ranks_of_unequal_load_run_equally_many() -> None:
     """One sequence against three: alone the ranks would need 1 and 3 micro-batches."""
     plan = pack([[10], [10, 10, 10]], max_tokens=10)

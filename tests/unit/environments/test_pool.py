@@ -55,8 +55,9 @@ def test_work_goes_on_while_more_is_submitted():
         assert sorted(pool._results) == [1, 2]  # the first still sleeps, and nobody waits for it
         assert [r.value for r in pool.collect()] == [0.4, 1, 2, 3]
         assert pool.collect() == []
-        pool.submit(samples("is 4"))
-        assert [r.value for r in pool.collect()] == [4]
+        pool.submit(samples("sleep 0.1"))
+        assert any(worker.assigned for worker in pool._workers)  # at once
+        assert [r.value for r in pool.collect()] == [0.1]
 
 
 def test_no_samples_are_no_results():

@@ -23,7 +23,7 @@ SCRIPT = """#!/bin/sh
 echo "$$ $*" >> "{folder}/calls"
 case "$*" in *--query-gpu=name*) echo "NVIDIA H200"; exit;; esac
 printf '%s\\n' {lines}
-while true; do sleep 0.02; done
+exec sleep 60
 """
 
 
@@ -96,7 +96,7 @@ def test_a_card_is_asked_for_its_name(nvidia_smi, tmp_path):
     assert name_of(["1", "0"]) == "NVIDIA H200"
     assert nvidia_smi()[0][1] == "--query-gpu=name --format=csv,noheader --id=1"
     assert name_of([]) == ""
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
     assert name_of(["0"]) == ""
 
 

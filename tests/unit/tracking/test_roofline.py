@@ -99,7 +99,7 @@ BOUNDS = {
 def test_the_hint_leaves_the_first_step_out_and_names_the_longest_phases():
     rows = [*ROWS[:2], *({**row, **BOUNDS} for row in ROWS[2:])]
     assert hint(rows, "NVIDIA H200") == (
-        "Where a step goes: generate 60%, update 30%, old_logprobs 9%. 1,003 tokens/s per GPU. At "
+        "Where a step goes: generate 60%, update 30%, old logprobs 9%. 1,003 tokens/s per GPU. At "
         "its limits NVIDIA H200 would give 4,000: generation at 41% of its memory's bound, update "
         "at 30% of its peak (MFU)."
     )
