@@ -140,6 +140,8 @@ def gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 def state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """What the optimizer updates, in fp32, and Adam's two moments of it."""
     for part in optimizer.chained_optimizers:
+        if part.optimizer is None:  # nothing of its kind is trained on this rank
+            continue
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for moments in part.optimizer.state.values():
