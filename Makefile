@@ -58,8 +58,16 @@ fmt: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
+# In sizes for a CPU; as they are these commands measure a slice of Qwen3-30B-A3B on a GPU.
+# make bench BENCH=after && rltrain bench compare before after
+BENCH := bench
 bench: setup
-	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.rollout --layers 0 --prompt-tokens 8 --response-tokens 3 \
+	  --out $(BENCH)/rollout.json
+	$(BIN)/python -m benchmarks.step --layers 0 --prompt-tokens 8 --response-tokens 16 \
+	  --out $(BENCH)/step.json
+	$(BIN)/python -m benchmarks.routes --layers 4 --experts 32 --k 4 --tokens 64 \
+	  --out $(BENCH)/routes.json
 
 # The lock is what .venv has of what pyproject.toml needs; docker/lock.py says how to change a pin.
 lock:

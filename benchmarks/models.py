@@ -18,6 +18,7 @@ from rltrain.weights.architecture import Architecture
 from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import parameters, read_architecture
 
+MODELS = Path("~/.cache/rltrain/benchmarks").expanduser()
 CONFIGS = Path(__file__).parents[1] / "conf/model"
 
 

@@ -35,14 +35,14 @@ class Interval:
 class Result:
     benchmark: str
     settings: dict[str, Any]
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float | dict[str, float]] = field(default_factory=dict)
     ratios: dict[str, dict[str, float | None]] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=lambda: describe_machine())
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
-    def measure(self, name: str, value: float) -> None:
-        """Keep a plain number; its name ends in its unit."""
-        self.measured[name] = value
+    def measure(self, name: str, value: float | Interval) -> None:
+        """Keep a number, with its interval where it has one; its name ends in its unit."""
+        self.measured[name] = asdict(value) if isinstance(value, Interval) else value
 
     def ratio(self, name: str, found: Interval, target: float | None = None) -> None:
         """Keep what was measured over its ceiling of the same run, larger being better."""

@@ -124,7 +124,7 @@ class Engine:
 
     def generate(self, tokens: RouteIds) -> tuple[list[RouteRef], float]:
         """References to routes for ``tokens`` [samples, tokens], and the seconds to store them."""
-        ids = [self._routes(len(sample)) for sample in tokens]
+        ids = [made_up(self._rng, len(sample), self._size) for sample in tokens]
         routes = [
             CheckedRoutes(i, token_checksum(t.tolist())) for i, t in zip(ids, tokens, strict=True)
         ]
@@ -138,13 +138,14 @@ class Engine:
         """The most that storing one call's routes added to what they are themselves."""
         return self._peak
 
-    def _routes(self, num_tokens: int) -> RouteIds:
-        """``[tokens - 1, L, K]`` uint8 or uint16; an odd stride makes a row's experts distinct."""
-        rows = (num_tokens - 1, self._size.layers, 1)
-        first = self._rng.integers(0, self._size.experts, rows, dtype=np.uint16)
-        stride = 2 * self._rng.integers(0, self._size.experts // 2, rows, dtype=np.uint16) + 1
-        ids = (first + stride * np.arange(self._size.k, dtype=np.uint16)) % self._size.experts
-        return ids.astype(np.uint8 if self._size.experts <= 256 else np.uint16)
+
+def made_up(rng: np.random.Generator, num_tokens: int, size: Size) -> RouteIds:
+    """``[tokens - 1, L, K]`` uint8 or uint16; an odd stride makes a row's experts distinct."""
+    rows = (num_tokens - 1, size.layers, 1)
+    first = rng.integers(0, size.experts, rows, dtype=np.uint16)
+    stride = 2 * rng.integers(0, size.experts // 2, rows, dtype=np.uint16) + 1
+    ids = (first + stride * np.arange(size.k, dtype=np.uint16)) % size.experts
+    return ids.astype(np.uint8 if size.experts <= 256 else np.uint16)
 
 
 # Node B

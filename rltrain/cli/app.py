@@ -80,6 +80,13 @@ def _ignore_import_warnings() -> None:
     warnings.simplefilter("ignore", UserWarning)
 
 
+def bench(arguments: Arguments) -> int:
+    """Say what became worse between two results of benchmarks/: compare OLD NEW."""
+    from rltrain.cli.bench import bench as run
+
+    return run(arguments)
+
+
 def dashboard(arguments: Arguments) -> int:
     """Save the dashboard as a view of the wandb project ENTITY/PROJECT."""
     from rltrain.cli.report import dashboard as run
@@ -96,6 +103,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "plan": plan,
     "verify": verify,
     "routes": routes,
+    "bench": bench,
     "dashboard": dashboard,
 }
 """Name -> function of the arguments after the name; its docstring is the help."""

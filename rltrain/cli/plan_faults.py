@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from rltrain.cli.plan_turns import ASLEEP, AWAY, weight_sync
 from rltrain.config import Config
+from rltrain.controller.placement import Placement, place_on_gpus
 from rltrain.parallel.memory import Term, gib, total
 from rltrain.rollout.memory import EngineMemory
 
@@ -28,8 +30,7 @@ def find_faults(
     policy: list[list[Term]],
     engine: EngineMemory | None,
     machine: "Machine",
-    *,
-    has_critic: bool,
+    placement: Placement,
 ) -> list[str]:
     """One line each; none where the run fits.
 
@@ -37,43 +38,47 @@ def find_faults(
         policy: what a rank of each pipeline stage holds
         engine: what an engine rank holds, where there are any
     """
+    if engine is None or not placement.colocated:
+        return [
+            *_gpu_faults(config, machine),
+            *_policy_faults(policy, machine.memory),
+            *(_engine_faults(engine, machine.memory) if engine else []),
+        ]
     return [
-        *_gpu_faults(config, machine, has_critic=has_critic),
-        *_policy_faults(policy, _memory_for_policy(config, machine)),
-        *(_engine_faults(engine, machine) if engine else []),
+        *_gpu_faults(config, machine),
+        *_policy_faults(policy, machine.memory - ASLEEP),
+        *_engine_faults(engine, machine.memory - AWAY),
+        *_sync_faults(policy, engine, machine.memory),
     ]
 
 
-def gpus_needed(config: Config, *, has_critic: bool) -> int:
-    ranks = config.policy.parallel.world_size
-    own = has_critic and config.critic.placement == "own"
-    return ranks * (2 if own else 1) + config.engine_ranks
+def planned(config: Config, machine: "Machine") -> Placement:
+    """Where ranks go on the machine, or would on one with enough GPUs.
+
+    Raises:
+        ValueError: no number of GPUs is enough.
+    """
+    enough = place_on_gpus(config, None)
+    return enough if _too_few(config, machine) else place_on_gpus(config, machine.gpus)
 
 
-def _gpu_faults(config: Config, machine: "Machine", *, has_critic: bool) -> list[str]:
-    faults, needed = [], gpus_needed(config, has_critic=has_critic)
-    shared = _shares_a_gpu(config, machine) and needed == 2
-    if machine.gpus is not None and machine.gpus < needed and not shared:
-        faults.append(
-            f"the run needs {needed} GPUs, there are {machine.gpus}: lower policy.parallel or "
-            "rollout.num_engines"
-        )
+def _too_few(config: Config, machine: "Machine") -> str:
+    """The arithmetic, where there are too few GPUs."""
+    try:
+        place_on_gpus(config, machine.gpus)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _gpu_faults(config: Config, machine: "Machine") -> list[str]:
+    faults = [fault] if (fault := _too_few(config, machine)) else []
     if config.engine_ranks and config.rollout.tensor_parallel > NODE:
         faults.append(
             f"rollout.tensor_parallel={config.rollout.tensor_parallel}: an engine lies on one node "
             f"of {NODE} GPUs; lower it, or hold the weights in rollout.quantization=fp8"
         )
     return faults
-
-
-def _shares_a_gpu(config: Config, machine: "Machine") -> bool:
-    """One policy rank and one engine on the only GPU there is; see `controller.cluster.place`."""
-    return machine.gpus == config.policy.parallel.world_size == config.engine_ranks == 1
-
-
-def _memory_for_policy(config: Config, machine: "Machine") -> int:
-    taken = config.rollout.gpu_memory_utilization if _shares_a_gpu(config, machine) else 0.0
-    return int((1 - taken) * machine.memory)
 
 
 def _policy_faults(policy: list[list[Term]], there: int) -> list[str]:
@@ -88,13 +93,24 @@ def _policy_faults(policy: list[list[Term]], there: int) -> list[str]:
     return faults
 
 
-def _engine_faults(engine: EngineMemory, machine: "Machine") -> list[str]:
+def _engine_faults(engine: EngineMemory, there: int) -> list[str]:
     faults = []
     if engine.sequences < 1:
         faults.append(
             "engine rank: its KV cache holds no sequence of full length; raise "
             "rollout.tensor_parallel or rollout.gpu_memory_utilization"
         )
-    if (over := total([*engine.terms, *engine.outside]) - machine.memory) > 0:
+    if (over := total([*engine.terms, *engine.outside]) - there) > 0:
         faults.append(f"engine rank: {gib(over)} too much; lower rollout.gpu_memory_utilization")
     return faults
+
+
+def _sync_faults(policy: list[list[Term]], engine: EngineMemory, there: int) -> list[str]:
+    over = max(weight_sync(stage, engine).nbytes for stage in policy) - there
+    if over <= 0:
+        return []
+    return [
+        f"weight sync: {gib(over)} too much, where the weights of policy and engine share a GPU; "
+        "more policy.parallel.ep, pp or tp, more rollout.tensor_parallel, or "
+        "cluster.placement=disaggregated"
+    ]

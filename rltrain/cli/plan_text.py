@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from math import ceil
 from typing import TYPE_CHECKING
 
-from rltrain.cli.plan_faults import NODE, find_faults, gpus_needed
+from rltrain.cli.plan_faults import NODE, find_faults, planned
+from rltrain.cli.plan_turns import generation, host, training, weight_sync
 from rltrain.config import Config
+from rltrain.controller.placement import Placement
 from rltrain.parallel.layers import Pipeline
 from rltrain.parallel.memory import GIB, Term, gib, total
 from rltrain.policy import memory
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 _SEVERAL_NODES = (
     "no run spans nodes yet: policy ranks meet through a file of one host, and weights reach the",
-    "engines through its shared memory (controller/worker_group.py, weights/transport.py)",
+    "engines within it (controller/worker_group.py, weights/broadcast.py)",
 )
 RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
 
@@ -27,17 +29,19 @@ def describe(
     config: Config, arch: Architecture, machine: "Machine", note: str, *, has_critic: bool
 ) -> tuple[str, bool]:
     """The whole text, and whether the run fits."""
+    placement = planned(config, machine)
     stages = range(config.policy.parallel.pp)
     policy = [policy_terms(config, arch, stage, has_critic=has_critic) for stage in stages]
     engine = engine_memory(config, arch, machine.memory) if config.engine_ranks else None
     blocks = [
         _model(arch, note),
-        _placement(config, arch, machine, has_critic=has_critic),
+        _placement(config, arch, machine, placement),
         _batch(config, arch),
         _policy(config, arch, policy),
         _engine(config, engine) if engine else [],
+        _turns(config, policy, engine) if engine and placement.colocated else [],
     ]
-    faults = find_faults(config, policy, engine, machine, has_critic=has_critic)
+    faults = find_faults(config, policy, engine, machine, placement)
     verdict = [
         f"{'does not fit' if faults else 'fits'}: {gib(machine.memory)} a GPU, "
         f"{gib(max(map(total, policy)))} the fullest policy rank",
@@ -75,10 +79,9 @@ def _model(arch: Architecture, note: str) -> list[str]:
 
 
 def _placement(
-    config: Config, arch: Architecture, machine: "Machine", *, has_critic: bool
+    config: Config, arch: Architecture, machine: "Machine", placement: Placement
 ) -> list[str]:
     p, rollout = config.policy.parallel, config.rollout
-    needed = gpus_needed(config, has_critic=has_critic)
     there = "" if machine.gpus is None else f"; there are {machine.gpus}"
     lines = [
         "placement",
@@ -86,15 +89,17 @@ def _placement(
         f"over ep {p.ep} x etp {p.etp}",
         *_stages(config, arch),
     ]
-    if has_critic:
+    if placement.critic:
         lines.append(f"  critic: {p.world_size} ranks, placement={config.critic.placement}")
     if config.engine_ranks:
         lines.append(
             f"  engines: {rollout.num_engines} x {rollout.tensor_parallel} = "
             f"{config.engine_ranks} ranks"
+            + ", in turns with the policy on its GPUs"
+            * placement.colocated
         )
-    nodes = ceil(needed / NODE)
-    lines.append(f"  GPUs: {needed}, {_number(nodes, 'node')} of {NODE}{there}")
+    nodes = ceil(placement.num_gpus / NODE)
+    lines.append(f"  GPUs: {placement.num_gpus}, {_number(nodes, 'node')} of {NODE}{there}")
     return [*lines, *(f"    {line}" for line in _SEVERAL_NODES if nodes > 1)]
 
 
@@ -160,10 +165,26 @@ def _engine(config: Config, engine: EngineMemory) -> list[str]:
     return lines
 
 
+def _turns(config: Config, policy: list[list[Term]], engine: EngineMemory) -> list[str]:
+    turns = [
+        generation(engine),
+        training(max(policy, key=total)),
+        max((weight_sync(stage, engine) for stage in policy), key=lambda term: term.nbytes),
+    ]
+    return [
+        "a GPU that policy and engine share, by turn",
+        *map(_line, turns),
+        _line(host(config, policy, engine)),
+    ]
+
+
 def _lines(terms: Iterable[Term]) -> list[str]:
     terms = list(terms)
-    found = [f"  {t.nbytes / GIB:9.3f} GiB  {t.what}: {t.how}" for t in terms]
-    return [*found, f"  {total(terms) / GIB:9.3f} GiB"]
+    return [*map(_line, terms), f"  {total(terms) / GIB:9.3f} GiB"]
+
+
+def _line(term: Term) -> str:
+    return f"  {term.nbytes / GIB:9.3f} GiB  {term.what}: {term.how}"
 
 
 def _number(count: int, of: str) -> str:

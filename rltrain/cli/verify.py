@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
+from rltrain.config.policy import ParallelConfig
 from rltrain.controller.preflight import count_gpus
 from rltrain.policy.layout_case import LAYOUTS, Case, whole_product
 from rltrain.policy.layout_models import MODELS
@@ -20,16 +21,22 @@ from rltrain.policy.verify import run_cases, run_reference
 
 TOLERANCE = 1e-4
 """Largest error relative to the largest entry, in fp32. Sums in another order make 1e-6 to 1e-5."""
+BF16_LIMIT = 0.1
+"""Largest root mean square error in bf16, relative to that of what one rank computes in fp32."""
+BF16_FACTOR = 4.0
+"""How far beyond the error of one rank in bf16 that of a layout in bf16 may lie: a rank's share of
+the tokens is small, and rows that choose live may choose otherwise."""
 ROW_TIMEOUT_S = 180.0
-ROWS_PER_PROCESS = 6
+ROWS_PER_PROCESS = {"cpu": 6, "cuda": 24}
 """Megatron's wrappers keep a row's model alive, and with it a hundred threads of gloo."""
 
 
-USAGE = f"""usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME]
+USAGE = f"""usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME] [--bf16]
 
   --full    every layout with every recomputation and dispatcher that it allows, on all models
   --only    rows whose name contains TEXT, as in 'pp=2' or 'cp=2 pp=2'
   --models  {", ".join(MODELS)}; the first without --full
+  --bf16    parameters in bf16, against one rank in fp32 on the same routes and weights
 """
 
 
@@ -52,6 +59,7 @@ def verify(arguments: Sequence[str]) -> int:
     gpus = count_gpus()
     too_large = [case for case in cases if gpus and case.parallel.world_size > gpus]
     cases = [on_gpus(case) if gpus else case for case in cases if case not in too_large]
+    bf16 = any(case.params == "bf16" for case in cases)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     started = time.monotonic()
     results: list[Result] = []
@@ -68,8 +76,9 @@ def verify(arguments: Sequence[str]) -> int:
     if too_large:
         sys.stdout.write(f"{len(too_large)} layouts need more than {gpus} GPUs: not run\n")
     sys.stdout.write(
-        f"{len(results) - failed} of {len(results)} layouts equal one rank within {TOLERANCE:g} of "
-        f"the largest entry ({device}, {time.monotonic() - started:.0f} s)\n"
+        f"{len(results) - failed} of {len(results)} layouts equal one rank "
+        f"{_BF16_LIMITS if bf16 else f'within {TOLERANCE:g} of the largest entry'} "
+        f"({device}, {time.monotonic() - started:.0f} s)\n"
     )
     return int(failed > 0)
 
@@ -89,8 +98,12 @@ def run(
     if device == "cuda":
         # Transformer Engine multiplies fp32 in TF32, whose rounding alone is 1e-3; not so here.
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
-    in_order = sorted(cases, key=lambda case: case.parallel.world_size)
-    references = list({(c.model, c.num_layers, c.dense_layers): c for c in cases}.values())
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes longer than these models run
+    yardsticks = {_model_of(c): alone_in_bf16(c) for c in cases if c.params == "bf16"}
+    rows: dict[str, Row] = {}
+    every = {case.name: case for case in [*yardsticks.values(), *cases]}
+    in_order = sorted(every.values(), key=lambda case: case.parallel.world_size)
+    references = list({_model_of(c): c for c in cases}.values())
     run_ranks(run_reference, 1, folder, references, device, device=device, timeout_s=600)
     for size, group in groupby(in_order, key=lambda case: case.parallel.world_size):
         left = list(group)
@@ -98,7 +111,10 @@ def run(
         def take_finished(left: list[Case] = left) -> bool:
             news = False
             while left and (file := result_file(folder, left[0])).exists():
-                report(judged(left.pop(0), read_row(file)))
+                case, row = left.pop(0), read_row(file)
+                rows[case.name] = row
+                yardstick = yardsticks.get(_model_of(case), case)
+                report(judged(case, row, rows.get(yardstick.name)))
                 news = True
             return news
 
@@ -108,7 +124,7 @@ def run(
                     run_cases,
                     size,
                     folder,
-                    left[:ROWS_PER_PROCESS],
+                    left[: ROWS_PER_PROCESS[device]],
                     device,
                     device=device,
                     timeout_s=ROW_TIMEOUT_S,
@@ -119,14 +135,26 @@ def run(
                     report(Result(left.pop(0), None, str(error)))
 
 
+def _model_of(case: Case) -> tuple[str, int, tuple[int, ...]]:
+    return case.model, case.num_layers, case.dense_layers
+
+
+def alone_in_bf16(case: Case) -> Case:
+    """What the row's error in bf16 is measured by: that of one rank."""
+    return Case(ParallelConfig(), *_model_of(case), params="bf16")
+
+
 def on_gpus(case: Case) -> Case:
     """Transformer Engine has no context-parallel attention in fp32: the torch backend's, then."""
-    if case.parallel.cp == 1:
+    if case.parallel.cp == 1 or case.params == "bf16":
         return case
     return replace(case, options={**case.options, "transformer_engine": "never"})
 
 
-def judged(case: Case, row: Row) -> Result:
+def judged(case: Case, row: Row, yardstick: Row | None = None) -> Result:
+    """Args: yardstick: of one rank in bf16, for a row in bf16."""
+    if case.params == "bf16":
+        return Result(case, row, "; ".join(_problems_in_bf16(row, yardstick)))
     problems = [
         f"{name}: {what} is off by {error:.1e}"
         + (f" ({row.worst_gradient})" if what == "gradient" else "")
@@ -141,6 +169,25 @@ def judged(case: Case, row: Row) -> Result:
     if row.wrong_records:
         problems.append(f"{row.wrong_records} recorded experts differ from one rank's")
     return Result(case, row, "; ".join(problems))
+
+
+def _problems_in_bf16(row: Row, yardstick: Row | None) -> list[str]:
+    """On given routes alone: which experts a token would choose, rounding decides. The loss has
+    weights of either sign, and what is left of it is rounding, too."""
+    problems = []
+    for name in (RECORDED, PERTURBED):
+        errors, measure = getattr(row, name), getattr(yardstick or row, name)
+        for what in ("logits", "gradient"):
+            limit = min(BF16_LIMIT, BF16_FACTOR * measure[what])
+            if not errors[what] <= limit:
+                problems.append(f"{name}: {what} is off by {errors[what]:.1e}, limit {limit:.1e}")
+    return problems
+
+
+_BF16_LIMITS = (
+    f"in fp32 within {BF16_FACTOR:g} times the error of one in bf16 (root mean square, at most "
+    f"{BF16_LIMIT:g})"
+)
 
 
 def head() -> str:
@@ -188,6 +235,7 @@ def _chosen(arguments: Sequence[str]) -> list[Case]:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--models")
+    parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args(list(arguments))
     every = list(MODELS)
     models = options.models.split(",") if options.models else every if options.full else every[:1]
@@ -198,6 +246,8 @@ def _chosen(arguments: Sequence[str]) -> list[Case]:
         if options.full
         else [replace(case, model=model) for model in models for case in LAYOUTS]
     )
+    if options.bf16:
+        cases = [replace(case, params="bf16") for case in cases]
     found = [case for case in cases if options.only in case.name]
     if not found:
         raise ValueError(

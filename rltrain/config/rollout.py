@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
+Carrier = Literal["shm", "ipc", "broadcast"]
 
 OLDEST_VLLM = "0.26"
 """The first with routed experts, processed log-probabilities and the weight transfer API."""
@@ -24,6 +25,7 @@ OWNED_ENGINE_ARGS = frozenset(
         "seed",
         "max_model_len",
         "tensor_parallel_size",
+        "enable_expert_parallel",
         "trust_remote_code",
         "generation_config",
         "quantization",
@@ -50,6 +52,9 @@ OTHER_DISTRIBUTIONS = {
 class RolloutConfig(Section):
     num_engines: Positive = 1
     tensor_parallel: Positive = 1
+    expert_parallel: bool = False
+    """Share the experts out over an engine's ``tensor_parallel`` ranks whole, where each would have
+    a slice of all. On GPUs only."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantization: Literal["none", "fp8"] = "none"
     """``fp8`` holds the engine's matrices in FP8, in blocks of 128 x 128 with a scale each, while
@@ -67,7 +72,19 @@ class RolloutConfig(Section):
     deterministic: bool = False
     """Give the engine a step's requests as one batch in a fixed order with a fresh prefix cache,
     so that two runs sample the same tokens, log-probabilities and routes."""
-    enforce_eager: bool = True
+    oversample: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Groups that a step begins besides ``trainer.prompts_per_step``, as a share of those. The
+    first to finish are trained on and the rest aborted: no step waits for its slowest responses,
+    and short ones are preferred. Prompts that were aborted are skipped until the next epoch: the
+    slowest of all would else fill the extra places of every step."""
+    enforce_eager: bool | None = None
+    """Run the engine without CUDA graphs; null: on CPUs alone. Graphs make tokens faster and the
+    engine's start a minute longer."""
+    weight_transfer: Literal["auto", Carrier] = "auto"
+    """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
+    are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
+    CPUs. ``shm``: through the host's shared memory. ``auto`` is shm on CPUs, ipc where engines are
+    colocated, else broadcast."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
     kv_cache_gib: Positive = 1
     """CPU only: memory for the KV cache."""
@@ -80,6 +97,15 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"top_p={self.top_p}, top_k={self.top_k}: rollouts would come from a truncated "
                 "distribution that the importance ratio does not know; use top_p=1 and top_k=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def what_finishes_first_is_not_deterministic(self) -> Self:
+        if self.oversample and self.deterministic:
+            raise ValueError(
+                f"oversample={self.oversample:g} keeps the groups that finish first, and two runs "
+                "need not agree which these are: use oversample=0, or deterministic=false"
             )
         return self
 
@@ -102,6 +128,28 @@ class RolloutConfig(Section):
                 "engine_args.speculative_config.rejection_sample_method=synthetic accepts drafts "
                 "whatever the policy gives them, and the importance ratio would not know: leave it "
                 "out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def experts_are_shared_out_over_ranks(self) -> Self:
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "expert_parallel=true shares the experts out over tensor_parallel ranks, found 1: "
+                "raise it, or leave expert_parallel out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def an_engine_has_one_copy_of_the_weights(self) -> Self:
+        """vLLM calls all data-parallel ranks and returns what the first one answers
+        (``DPLBAsyncMPClient.call_utility_async``)."""
+        copies = self.engine_args.get("data_parallel_size") or 1
+        if copies > 1:
+            raise ValueError(
+                f"engine_args.data_parallel_size={copies}: vLLM would answer for the first of its "
+                "data-parallel ranks alone, so that nothing could tell whether weights reached "
+                "the others, and would spread requests by load: use num_engines"
             )
         return self
 

@@ -1,5 +1,6 @@
 """The whole configuration and the rules that span its sections."""
 
+from math import ceil
 from typing import Self
 
 from pydantic import model_validator
@@ -36,6 +37,12 @@ class Config(Section):
         if self.algorithm.type == "sft":
             return 0
         return self.rollout.num_engines * self.rollout.tensor_parallel
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Prompts that generation begins with, those it may abort included."""
+        kept = self.trainer.prompts_per_step
+        return kept + ceil(self.rollout.oversample * kept)
 
     @model_validator(mode="after")
     def mini_batches_divide_prompts(self) -> Self:

@@ -1,4 +1,4 @@
-"""Judging responses, and greedy accuracy on held-out problems."""
+"""What a reward function judges, and greedy accuracy on held-out problems."""
 
 import re
 from collections.abc import Sequence
@@ -13,26 +13,18 @@ from rltrain.rollout.types import Rollout
 from rltrain.tracking.tracker import Tracker
 
 
-def judge(
-    pool: RewardPool, tokenizer: Tokenizer, problems: Sequence[Problem], rollouts: Sequence[Rollout]
-) -> list[RewardResult]:
-    """The reward of every rollout; ``problems`` are those of the prompts, G rollouts to each."""
-    group_size, rest = divmod(len(rollouts), len(problems))
-    assert rest == 0
-    samples = []
-    for i, rollout in enumerate(rollouts):
-        problem = problems[i // group_size]
-        text = tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
-        samples.append(
-            Sample(
-                response=text,
-                answer=problem.answer,
-                prompt=problem.prompt,
-                columns=problem.columns,
-                prompt_id=problem.id,
-            )
+def judged(tokenizer: Tokenizer, problem: Problem, rollouts: Sequence[Rollout]) -> list[Sample]:
+    """What the reward function sees of the responses to a problem."""
+    return [
+        Sample(
+            response=tokenizer.decode(rollout.response_tokens, skip_special_tokens=True),
+            answer=problem.answer,
+            prompt=problem.prompt,
+            columns=problem.columns,
+            prompt_id=problem.id,
         )
-    return pool.score(samples)
+        for rollout in rollouts
+    ]
 
 
 INTEGER = re.compile(r"-?\d+")
@@ -59,7 +51,13 @@ class Evaluator:
         A format error is a response of which no answer can be read.
         """
         rollouts = self.generator.greedy(self.held_out)
-        results = judge(self.pool, self.tokenizer, self.held_out, rollouts)
+        results = self.pool.score(
+            [
+                sample
+                for problem, rollout in zip(self.held_out, rollouts, strict=True)
+                for sample in judged(self.tokenizer, problem, [rollout])
+            ]
+        )
         self.tracker.samples(
             step, [self._row(*row) for row in zip(self.held_out, rollouts, results, strict=True)]
         )

@@ -59,6 +59,7 @@ def preflight(config: Config) -> None:
         load_reward(config.data.reward.function)
         if config.cluster.address is None:
             check_quantization(config.rollout.quantization, device(config.cluster))
+            check_expert_parallel(config, model, device(config.cluster))
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
     if config.model.path is not None:
@@ -189,6 +190,22 @@ def check_quantization(
         )
 
 
+def check_expert_parallel(config: Config, model: Sizes, device: Literal["cpu", "cuda"]) -> None:
+    if not config.rollout.expert_parallel:
+        return
+    ranks = config.rollout.tensor_parallel
+    if device == "cpu":
+        raise ValueError(
+            "rollout.expert_parallel=true: expected a GPU, found cluster.device=cpu, where vLLM's "
+            "kernels take every rank to have all experts. Use rollout.expert_parallel=false"
+        )
+    if model.num_experts == 0 or model.num_experts % ranks:
+        raise ValueError(
+            f"rollout.expert_parallel=true, rollout.tensor_parallel={ranks}: expected a divisor of "
+            f"the model's experts, found {model.num_experts} experts"
+        )
+
+
 def check_weights(path: str, mtp: MTP = "hold", *, bridge: bool = False) -> None:
     """The headers of all weight files fit ``config.json``, so that no rank fails half-way."""
     # Reads no weights, but needs torch, which takes seconds: so it is imported here, and called
@@ -246,12 +263,13 @@ def count_gpus() -> int:
 
 
 def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
-    """Every rank has a place: see `placement.place_on_gpus`.
+    """Every rank has a place (see `placement.place_on_gpus`), and weights a way between them.
 
     On a CPU at most ``RANKS_PER_CORE`` ranks a core, all together.
     """
     # It needs torch, which takes seconds.
-    from rltrain.controller.placement import arithmetic, count_ranks, place_on_gpus
+    from rltrain.controller.placement import Placement, arithmetic, count_ranks, place_on_gpus
+    from rltrain.controller.transfer import check_transfer
 
     ranks = count_ranks(config)
     if device == "cpu" and ranks > RANKS_PER_CORE * cores:
@@ -261,6 +279,7 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             "rollout.num_engines"
         )
     if device == "cpu":
+        check_transfer(config, Placement("cpu"))
         return
     usable = gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
     if usable > gpus or gpus == 0:
@@ -268,7 +287,7 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
         )
-    place_on_gpus(config, usable)
+    check_transfer(config, place_on_gpus(config, usable))
 
 
 def check_output(config: Config) -> None:

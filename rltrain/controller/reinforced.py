@@ -14,14 +14,19 @@ from rltrain.controller.engines import ask, engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
+from rltrain.controller.speed import Speed
 from rltrain.controller.supervised import warm_started_model
 from rltrain.controller.trainer import Trainer
+from rltrain.controller.transfer import choose_carrier
+from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problems import load_problems
 from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.rollout.generator import Generator
 from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.gpus import name_of
+from rltrain.tracking.roofline import find_card
 from rltrain.tracking.tracker import Tracker
 from rltrain.weights.engine_fp8 import check_blocks
 from rltrain.weights.families import read_architecture
@@ -41,6 +46,7 @@ def run(config: Config) -> None:
             arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
             check_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
+        carrier = choose_carrier(config.rollout.weight_transfer, placed.placement)
         path = given or warm_started_model(config, placed)
         arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
         # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
@@ -51,12 +57,15 @@ def run(config: Config) -> None:
             wait_until_ready()
             ask(engines, "sleep", config.cluster.call_timeout_s, 2)
         policy = PolicyGroup(config, str(path), placed)
+        weight_sync = WeightSync(policy, engines, carrier, config.cluster.call_timeout_s)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
-        prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
+        prompts = PromptLoader(problems.train, config.prompts_per_round, config.trainer.seed)
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
-        trainer = Trainer(config, arch, sampler, policy, critic, spec, placed)
+        card = find_card(name_of(placed.gpu_ids))
+        speed = Speed.of(config, arch, placed.placement, card)
+        trainer = Trainer(config, arch, sampler, policy, critic, spec, placed, weight_sync, speed)
         done = trainer.resume()
         versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
         tracker = Tracker(
@@ -66,6 +75,7 @@ def run(config: Config) -> None:
             versions,
             num_steps=config.trainer.steps,
             first_step=done + 1 if done else 0,
+            gpus=placed.gpu_ids,
         )
         trainer.tracker = stack.enter_context(tracker)
         trainer.evaluator = Evaluator(

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import stages, step_metrics
-from rltrain.controller.evaluation import judge
+from rltrain.controller.evaluation import judged
 from rltrain.data.loader import PromptLoader
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool
-from rltrain.rollout.generator import Generator
+from rltrain.rollout.generator import Generator, Group, build_batch
 from rltrain.tracking.timers import StepTimer
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,10 @@ class Sampled:
     batch: Batch  # with rewards and loss_mask
     names: list[str]  # how an error names each sequence
     num_timeouts: int = 0
+    num_aborted: int = 0  # groups
 
     def select(self, rows: Sequence[int]) -> "Sampled":
-        return Sampled(self.batch.select(rows), [self.names[r] for r in rows], self.num_timeouts)
+        return replace(self, batch=self.batch.select(rows), names=[self.names[r] for r in rows])
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Sampler:
         wanted = self.config.trainer.prompts_per_step
         if not dynamic:
             sampled = self._round(step, 0, timer)
-            return sampled, _metrics(sampled)
+            return sampled, self._metrics(sampled)
         rounds: list[Sampled] = []
         kept: list[Sampled] = []
         num_kept = 0
@@ -60,7 +61,7 @@ class Sampler:
             num_kept += len(rows) // self.config.algorithm.group_size
             if num_kept == wanted:
                 break
-        metrics = _metrics(join(rounds))
+        metrics = self._metrics(join(rounds))
         metrics["group/rounds"] = float(len(rounds))
         metrics["group/kept_fraction"] = num_kept / (len(rounds) * wanted)
         if num_kept < wanted:
@@ -78,23 +79,41 @@ class Sampler:
             return Sampled(batch, rounds[-1].names), metrics
         return join([part for part in kept if part.names]), metrics
 
+    def _metrics(self, seen: Sampled) -> dict[str, float]:
+        metrics = step_metrics.reward_metrics(seen.batch, seen.num_timeouts)
+        metrics |= step_metrics.rollout_metrics(seen.batch)
+        if self.config.rollout.oversample:
+            metrics["rollout/aborted_groups"] = float(seen.num_aborted)
+        return metrics
+
     def _round(self, step: int, round: int, timer: StepTimer) -> Sampled:
+        """Rewards are computed while other responses are generated: the phase ``generate`` ends
+        with the last response, and ``reward`` is what is left then."""
+        problems = next(self.prompts)
+        groups: list[Group] = []
         with timer.phase("generate"):
-            problems = next(self.prompts)
-            batch, rollouts, names = self.generator.generate(problems, step, round)
+            wanted = self.config.trainer.prompts_per_step
+            for group in self.generator.stream(problems, step, round, keep=wanted):
+                if group is not None:
+                    groups.append(group)
+                    problem = problems[group.index]
+                    self.pool.submit(judged(self.tokenizer, problem, group.rollouts))
+                self.pool.poll()
+            order = sorted(range(len(groups)), key=lambda n: groups[n].index)
+            rollouts = [r for n in order for r in groups[n].rollouts]
+            batch = build_batch(rollouts, self.config.algorithm.group_size)
         with timer.phase("reward"):
-            judged = judge(self.pool, self.tokenizer, problems, rollouts)
+            results = iter(self.pool.collect())
+            rewards = [[next(results) for _ in group.rollouts] for group in groups]
+            found = [result for n in order for result in rewards[n]]
             batch = stages.with_rewards(
                 batch,
-                [j.value for j in judged],
+                [result.value for result in found],
                 shuffle_seed=step if self.config.data.reward.shuffle else None,
             )
-        return Sampled(batch, names, sum(j.status == "timeout" for j in judged))
-
-
-def _metrics(seen: Sampled) -> dict[str, float]:
-    rewards = step_metrics.reward_metrics(seen.batch, seen.num_timeouts)
-    return rewards | step_metrics.rollout_metrics(seen.batch)
+        names = [name for n in order for name in groups[n].names]
+        num_timeouts = sum(result.status == "timeout" for result in found)
+        return Sampled(batch, names, num_timeouts, len(problems) - len(groups))
 
 
 def join(parts: Sequence[Sampled]) -> Sampled:
@@ -102,6 +121,7 @@ def join(parts: Sequence[Sampled]) -> Sampled:
         Batch.join([part.batch for part in parts]),
         [name for part in parts for name in part.names],
         sum(part.num_timeouts for part in parts),
+        sum(part.num_aborted for part in parts),
     )
 
 

@@ -41,6 +41,7 @@ def run(config: Config) -> None:
             config.model_dump(mode="json"),
             versions,
             num_steps=config.trainer.steps,
+            gpus=placed.gpu_ids,
         ) as tracker:
             policy = PolicyGroup(config, str(path), placed)
             fit(config, policy, problems, tokenizer, tracker)

@@ -17,12 +17,12 @@ from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.invariants import FirstStep, block, check_first_step, require
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
+from rltrain.controller.speed import Speed
 from rltrain.controller.turns import Turns
-from rltrain.controller.weight_sync import check_weight_sync, sync_weights
+from rltrain.controller.weight_sync import WeightSync, check_weight_sync
 from rltrain.controller.worker_group import WorkerGroup
 from rltrain.policy.types import Scored, Updated
 from rltrain.rollout.launch import EngineSpec
-from rltrain.tracking.environment import resident_gib
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import Tracker
 from rltrain.weights.architecture import Architecture
@@ -48,6 +48,8 @@ class Trainer:
     critic: CriticGroup | None
     spec: EngineSpec
     placed: Cluster
+    weight_sync: WeightSync
+    speed: Speed
     turns: Turns = field(init=False)
     evaluator: Evaluator = field(init=False)
     tracker: Tracker = field(init=False)
@@ -122,7 +124,14 @@ class Trainer:
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
                 metrics |= self.evaluator.evaluate(step)
-        self.tracker.log(step, metrics | throughput(metrics, timer.metrics()))
+        metrics |= timer.metrics()
+        metrics |= self.speed.metrics(
+            batch,
+            metrics,
+            scored=scored is not None,
+            updated=len(updates) == self.config.trainer.mini_batches,
+        )
+        self.tracker.log(step, metrics)
         if is_first:
             self.check_invariants(step, batch, paired, updates, metrics)
 
@@ -320,16 +329,6 @@ class Trainer:
         self.synced_after = step
         limit = self.config.cluster.call_timeout_s
         with self.turns.weight_sync(timer):
-            sync_weights(self.policy, self.turns.engines, self.config.rollout.dtype, limit)
+            self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             check_weight_sync(self.turns, self.spec, self.placed.engine_options(0), limit)
-
-
-def throughput(sampled: dict[str, float], times: dict[str, float]) -> dict[str, float]:
-    """Of all that was sampled, also what dynamic sampling then left out."""
-    generated = sampled["rollout/num_response_tokens"] / times["time/generate"]
-    return times | {
-        "throughput/tokens_per_second": sampled["rollout/num_tokens"] / times["time/step"],
-        "throughput/generated_tokens_per_second": generated,
-        "memory/host_rss_gib": resident_gib(),
-    }

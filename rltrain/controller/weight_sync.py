@@ -3,31 +3,83 @@
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from rltrain.config.rollout import Carrier
 from rltrain.controller.engines import answers, ask
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.turns import Turns
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.digest import check_same
+from rltrain.weights.transport import Bucket, merged
 
 
-def sync_weights(policy: PolicyGroup, engines: Sequence[Any], dtype: str, timeout_s: float) -> None:
-    """Stream the policy's weights through shared memory, a bucket at a time.
+@dataclass
+class WeightSync:
+    """Streams the policy's weights into the engines, whichever way they travel."""
 
-    The policy writes a bucket, all engines read it, and only then is the next one written. Every
-    tensor carries its checksum; an engine that misses one, or is sent too few, fails here.
-    """
-    policy.call("begin_weight_stream", dtype)
-    ask(engines, "start_weight_sync", timeout_s)
-    while (bucket := policy.call("next_weight_bucket")[0]) is not None:
-        ask(engines, "load_weight_bucket", timeout_s, bucket)
-    ask(engines, "finish_weight_sync", timeout_s)
+    policy: PolicyGroup
+    engines: Sequence[Any]
+    carrier: Carrier
+    timeout_s: float
+    _receivers: list[str] | None = field(default=None, init=False)
+    """Devices of the engines' workers, once they are known and connected."""
+
+    def sync(self, dtype: str) -> None:
+        """One sync: while the engines load a bucket, the policy fills the next one.
+
+        Every bucket carries its checksum; an engine that misses one, or is sent too few, fails
+        here. No engine may be generating.
+        """
+        if self._receivers is None:
+            self._receivers = self._connect()
+        busy, doing = [e.start_weight_sync.remote() for e in self.engines], "start_weight_sync"
+        self.policy.call("begin_weight_stream", dtype, self.carrier, self._receivers)
+        while (bucket := self._next_bucket()) is not None:
+            answers(busy, doing, self.timeout_s)
+            busy = [engine.load_weight_bucket.remote(bucket) for engine in self.engines]
+            doing = "load_weight_bucket"
+        answers(busy, doing, self.timeout_s)
+        ask(self.engines, "finish_weight_sync", self.timeout_s)
+        self.policy.call("end_weight_stream")
+
+    def _next_bucket(self) -> Bucket | None:
+        filled = [b for b in self.policy.call("next_weight_bucket") if b is not None]
+        if self.carrier == "ipc":
+            return merged(filled) if filled else None
+        return filled[0] if filled else None
+
+    def _connect(self) -> list[str]:
+        """Raises ``ValueError``: an engine worker's GPU has no policy rank, for carrier "ipc"."""
+        devices: list[list[str]] = ask(self.engines, "devices", self.timeout_s)
+        receivers = [device for engine in devices for device in engine]
+        if self.carrier == "ipc":
+            check_shared(receivers, self.policy.call("device_name"))
+        if self.carrier == "broadcast":
+            file = str(Path(tempfile.mkdtemp(prefix="rltrain-broadcast-")) / "group")
+            size = 1 + len(receivers)
+            ranks = accumulate(map(len, devices), initial=1)
+            joining = [
+                engine.join_group.remote(file, rank, size, self.timeout_s)
+                for engine, rank in zip(self.engines, ranks, strict=False)
+            ]
+            self.policy.call("join_group", file, size)
+            answers(joining, "join_group", self.timeout_s)
+        return receivers
+
+
+def check_shared(receivers: Sequence[str], senders: Sequence[str]) -> None:
+    if alone := sorted(set(receivers) - set(senders)):
+        raise ValueError(
+            f"rollout.weight_transfer=ipc: expected a policy rank on the GPU of every engine "
+            f"worker, found none on {alone}: use rollout.weight_transfer=broadcast"
+        )
 
 
 def check_weight_sync(

@@ -28,8 +28,8 @@ class PromptLoader:
     def __init__(self, problems: Sequence[Problem], prompts_per_step: int, seed: int) -> None:
         if len(problems) < prompts_per_step:
             raise ValueError(
-                f"a step takes trainer.prompts_per_step={prompts_per_step} different prompts and "
-                f"there are {len(problems)}: lower it or add data"
+                f"a step takes {prompts_per_step} different prompts (trainer.prompts_per_step and "
+                f"what rollout.oversample adds) and there are {len(problems)}: lower it or add data"
             )
         self._fingerprint = _fingerprint(problems, prompts_per_step, seed)
         self._loader: StatefulDataLoader[list[Problem]] = StatefulDataLoader(
@@ -58,8 +58,9 @@ class PromptLoader:
         """
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
-                "the checkpoint's data position was saved with other data, data.seed, trainer.seed "
-                "or trainer.prompts_per_step: resume with those of the checkpoint, or start anew"
+                "the checkpoint's data position was saved with other data, data.seed, "
+                "trainer.seed, trainer.prompts_per_step or rollout.oversample: resume with those "
+                "of the checkpoint, or start anew"
             )
         self._loader.load_state_dict(state["loader"])
         self._iterator = None

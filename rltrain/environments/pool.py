@@ -53,12 +53,20 @@ class RewardResult:
 class RewardPool:
     """``config.num_workers`` processes, started at once and kept for the run.
 
+        for samples in arriving:
+            pool.submit(samples)
+            pool.poll()                # whenever there is time, so that no worker waits for more
+        results = pool.collect()
+
     Raises:
         ValueError: when the reward function cannot be used; the message says why.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self._samples: list[Sample] = []  # since the last ``collect``
+        self._queue: deque[int] = deque()  # positions there of those no worker has
+        self._results: dict[int, RewardResult] = {}
         self._workers: list[_Worker] = []
         try:
             for _ in range(config.num_workers):  # start them all, then wait
@@ -70,35 +78,49 @@ class RewardPool:
             raise
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The result of each sample, in order.
+        """The result of each sample, in order; raises as `collect`."""
+        self.submit(samples)
+        return self.collect()
+
+    def submit(self, samples: Sequence[Sample]) -> None:
+        """Begin with more samples."""
+        self._queue.extend(range(len(self._samples), len(self._samples) + len(samples)))
+        self._samples += samples
+        self.poll()
+
+    def collect(self) -> list[RewardResult]:
+        """The results of all that was submitted since the last time, in that order.
 
         Raises:
             RuntimeError: when more than ``max_failed_fraction`` of them have no reward; the message
                 names the function, the first such sample and what happened.
         """
-        results: dict[int, RewardResult] = {}
-        queue = deque(range(len(samples)))
-        chunk = max(1, min(CHUNK, len(samples) // len(self._workers)))
-        while len(results) < len(samples):
-            for worker in self._workers:
-                if not worker.assigned and queue:
-                    indices = [queue.popleft() for _ in range(min(chunk, len(queue)))]
-                    worker.assign(indices, [samples[i] for i in indices])
+        while len(self._results) < len(self._samples):
             self._wait()
-            for slot, worker in enumerate(self._workers):
-                results |= worker.collect()
-                failure = worker.failure(self.config.timeout_s)
-                if failure is None:
-                    continue
-                if worker.began:  # else it died before the first sample, which is not to blame
-                    results[worker.assigned.pop(0)] = failure
-                queue.extendleft(reversed(worker.assigned))
-                worker.kill()
-                self._workers[slot] = _Worker(self.config.function)
-                self._workers[slot].wait_until_ready()
-        in_order = [results[i] for i in range(len(samples))]
-        self._check_failures(samples, in_order)
-        return in_order
+            self.poll()
+        samples, results = self._samples, [self._results[i] for i in range(len(self._samples))]
+        self._samples, self._results = [], {}
+        self._check_failures(samples, results)
+        return results
+
+    def poll(self) -> None:
+        """Take results that have arrived, replace workers that failed, give idle ones work."""
+        for slot, worker in enumerate(self._workers):
+            self._results |= worker.collect()
+            failure = worker.failure(self.config.timeout_s)
+            if failure is None:
+                continue
+            if worker.began:  # else it died before the first sample, which is not to blame
+                self._results[worker.assigned.pop(0)] = failure
+            self._queue.extendleft(reversed(worker.assigned))
+            worker.kill()
+            self._workers[slot] = _Worker(self.config.function)
+            self._workers[slot].wait_until_ready()
+        for worker in self._workers:
+            if not worker.assigned and self._queue:
+                chunk = max(1, min(CHUNK, len(self._queue) // len(self._workers)))
+                indices = [self._queue.popleft() for _ in range(chunk)]
+                worker.assign(indices, [self._samples[i] for i in indices])
 
     def close(self) -> None:
         for worker in self._workers:

@@ -47,7 +47,7 @@ class ModelActor:
         from rltrain.policy.worker import PolicyWorker
 
         worker = {"policy": PolicyWorker, "critic": CriticWorker}[self._role]
-        # Ray shows a process the GPU it was given and no other.
+        # A process sees the GPU of its rank and no other (controller/cluster.py).
         own = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self._worker = worker(config, rank, init_method, model_path, own)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.policy.layout_models import MODELS
@@ -25,6 +25,7 @@ class Case:
     """Layers without a router, besides the model's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `PolicyConfig`: recomputation, dispatcher."""
+    params: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def arch(self) -> Architecture:
@@ -38,7 +39,7 @@ class Case:
         return PolicyConfig.model_validate(
             {
                 "parallel": self.parallel,
-                "precision": {"params": "fp32"},
+                "precision": {"params": self.params},
                 "max_tokens_per_micro_batch": MAX_TOKENS,
                 **self.options,
             }
@@ -79,7 +80,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.cells.items())
+        cells = " ".join(f"{key}={value}" for key, value in self.cells.items())
+        return cells if self.params == "fp32" else f"{cells} params={self.params}"
 
 
 Options = Mapping[str, Any]

@@ -4,15 +4,19 @@ Three passes forward and backward, each compared with one rank that runs one seq
 one chunk without recomputation: natively, on the routes that rank recorded, and on routes that were
 perturbed on purpose, some rows left to choose live. Unless replay happens in every router, for the
 right rows, also in recomputation, the third cannot agree.
+
+That rank computes in fp32, also where the layout does in bf16. Its weights are then those that bf16
+holds, and errors are of the root mean square: in bf16 the largest entry's is chance.
 """
 
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +46,8 @@ def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> No
     own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     for case in cases:
         alone = Case(ParallelConfig(), case.model, case.num_layers, case.dense_layers)
-        with _model(alone, rank, rendezvous(folder, f"reference of {case.name}"), own) as model:
+        init = rendezvous(folder, f"reference of {case.name}")
+        with _model(alone, rank, init, own, weights=case.params) as model:
             save_file(_reference(model, own), _reference_file(folder, case))
 
 
@@ -131,7 +136,8 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
     ):
         found = observe(model, shard, micro_batches(routes, mask), replay=routes is not None)
         expected = PERTURBED if name == PERTURBED else NATIVE
-        errors[name], worst[name] = _errors(found, reference, expected, index, device)
+        error = relative_error if case.params == "fp32" else rms_error
+        errors[name], worst[name] = _errors(found, reference, expected, index, device, error)
     num_micro_batches = len(plan.updates[0][mesh.dp_rank])
     reruns = sum(n for chunk in range(len(model.chunks)) for n in model.reruns(chunk).values())
     return Row(
@@ -145,11 +151,22 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
 
 
 @contextmanager
-def _model(case: Case, rank: int, init_method: str, device: torch.device) -> Iterator[ModelOnMesh]:
-    """The case's model in a world of its own."""
+def _model(
+    case: Case,
+    rank: int,
+    init_method: str,
+    device: torch.device,
+    *,
+    weights: Literal["fp32", "bf16"] | None = None,
+) -> Iterator[ModelOnMesh]:
+    """The case's model in a world of its own.
+
+    Args:
+        weights: what their values are rounded to, by default what holds them
+    """
     mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init_method, device)
     chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
-    fill(chunks, case.arch, mesh)
+    fill(chunks, case.arch, mesh, _DTYPES[weights or case.params])
     try:
         yield ModelOnMesh(chunks, case.arch, mesh, case.policy, temperature=1.0)
     finally:
@@ -183,25 +200,39 @@ def _tensors(name: str, found: Observed) -> dict[str, Tensor]:
     return {f"{name}/logits": found.logits, f"{name}/loss": loss, **gradients}
 
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def rms_error(found: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
+    """Root mean square of the error over that of ``scale``, by default of what is expected."""
+    off = (found.double() - expected.double()).square().mean().sqrt()
+    size = (expected if scale is None else scale).double().square().mean().sqrt()
+    return float(off / size) if size else float(off)
+
+
 def _errors(
-    found: Observed, reference: dict[str, Tensor], name: str, index: Tensor, device: torch.device
+    found: Observed,
+    reference: dict[str, Tensor],
+    name: str,
+    index: Tensor,
+    device: torch.device,
+    error: Callable[..., float],
 ) -> tuple[dict[str, float], str]:
     """The largest errors over all ranks, and which parameter's gradient is worst."""
     logits = 0.0
     if found.logits is not None:
         expected = reference[f"{name}/logits"]
-        logits = relative_error(found.logits, expected[index], scale=expected)
+        logits = error(found.logits, expected[index], scale=expected)
     prefix = f"{name}/gradient/"
     names = {key.removeprefix(prefix) for key in reference if key.startswith(prefix)}
     assert names == found.gradients.keys(), names ^ found.gradients.keys()
     gradients = {
-        key: relative_error(value, reference[prefix + key])
-        for key, value in found.gradients.items()
+        key: error(value, reference[prefix + key]) for key, value in found.gradients.items()
     }
-    loss = relative_error(torch.tensor(found.loss, dtype=torch.float64), reference[f"{name}/loss"])
+    loss = error(torch.tensor(found.loss, dtype=torch.float64), reference[f"{name}/loss"])
     worst = max(gradients, key=lambda key: gradients[key])
     errors = {"logits": logits, "loss": loss, "gradient": gradients[worst]}
-    return {key: _over_ranks(error, device) for key, error in errors.items()}, worst
+    return {key: _over_ranks(value, device) for key, value in errors.items()}, worst
 
 
 def _over_ranks(value: float, device: torch.device) -> float:

@@ -7,7 +7,7 @@ object store, R2's from its own log-probability pass.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
+from rltrain.config.rollout import Carrier
 from rltrain.policy import checkpoint
 from rltrain.policy.agreement import agree
 from rltrain.policy.guards import native_losses
@@ -29,11 +30,14 @@ from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, route_dtype
 from rltrain.routing.trace import check_refs, check_trace
+from rltrain.weights.broadcast import SENDER, BroadcastSender, Group
+from rltrain.weights.cuda_ipc import IpcSender, gpu_id
 from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.sender import full_tensors
-from rltrain.weights.transport import BucketWriter
+from rltrain.weights.shared_memory import ShmSender
+from rltrain.weights.transport import BUCKET_BYTES, Bucket, BucketStream, Sender
 
 
 class PolicyWorker(Learner):
@@ -223,22 +227,47 @@ class PolicyWorker(Learner):
         for mine, policy in zip(self.reference.chunks, self.chunks, strict=True):
             mine.load_state_dict(policy.module.state_dict())
 
-    def begin_weight_stream(self, dtype: str) -> None:
-        """Start handing the policy's weights out, cast to the engine's dtype."""
+    def device_name(self) -> str:
+        """Its GPU, by a name that other processes give it too, or "cpu"."""
+        return gpu_id(self.device) if self.device.type == "cuda" else "cpu"
+
+    def join_group(self, file: str, size: int) -> None:
+        """Rank 0 joins the engines' workers, to broadcast weights to them. Collective with them."""
+        if self.mesh.rank == 0:
+            timeout_s = self.config.cluster.call_timeout_s
+            self.group = Group(file, SENDER, size, self.device, timeout_s)
+
+    def begin_weight_stream(self, dtype: str, carrier: Carrier, receivers: Sequence[str]) -> None:
+        """Start handing the policy's weights out, cast to the engine's dtype.
+
+        Args:
+            receivers: `device_name` of every engine worker
+        """
         tensors = self._full_tensors(getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
             tensors = in_fp8(tensors, self.arch)
-        self._writer = BucketWriter(tensors, write=self.mesh.rank == 0)
+        size = BUCKET_BYTES[carrier]
+        self._stream = BucketStream(tensors, self._sender(carrier, receivers, size), size)
+
+    def _sender(self, carrier: Carrier, receivers: Sequence[str], size: int) -> Sender | None:
+        if carrier == "ipc":
+            return IpcSender(self.device, size) if self.device_name() in receivers else None
+        if self.mesh.rank > 0:
+            return None
+        return ShmSender() if carrier == "shm" else BroadcastSender(self.group, self.device, size)
 
     def _full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         if self.bridge is None:
             return full_tensors(self.chunks, self.arch, self.mesh, dtype)
         return self.bridge.full_tensors(self.chunks, dtype)
 
-    def next_weight_bucket(self) -> Any:
-        """The next bucket of weights in shared memory, None at the end. Collective."""
-        bucket = self._writer.next_bucket()
-        return bucket if self.mesh.rank == 0 else None
+    def next_weight_bucket(self) -> Bucket | None:
+        """See `BucketStream.next_bucket`. Collective."""
+        return self._stream.next_bucket()
+
+    def end_weight_stream(self) -> None:
+        """Give back what it held, once the engines have loaded all of it."""
+        self._stream.close()
 
     def export(self, path: str, dtype: str, *, fp8: bool = False) -> None:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""

@@ -10,6 +10,7 @@ import logging
 import os
 import uuid
 from collections.abc import Awaitable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Any, Literal, TypeVar
 
@@ -47,16 +48,18 @@ def has_fp32_head() -> bool:
 class RolloutEngine:
     """Generates responses, with log-probabilities and routes.
 
-    Create it with ``start_engine``. Calls to ``generate`` run one after the other; one made while
-    weights are being replaced is an error. Every method raises RuntimeError when the engine
-    process is dead.
+    Create it with ``start_engine``. Calls to ``generate`` run side by side or, with
+    ``rollout.deterministic``, one after the other; one made while weights are being replaced is an
+    error. Every method raises RuntimeError when the engine process is dead.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._weight_version = 0
         self._syncing = False
-        self._busy = asyncio.Lock()
+        self._turn = asyncio.Lock() if spec.rollout.deterministic else nullcontext()
+        self._in_flight: set[str] = set()  # vLLM's names of requests
+        self._aborts = 0
 
     async def start(self) -> dict[str, Any]:
         """Load the model; return ``capabilities()``.
@@ -67,6 +70,7 @@ class RolloutEngine:
         os.environ.update(environment(self._spec))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rltrain.weights import receiver
@@ -78,7 +82,10 @@ class RolloutEngine:
         self._overrides = chosen["hf_overrides"]
         args = AsyncEngineArgs(**chosen, **receiver.engine_args())
         self._stop_token_ids = stop_token_ids(self._spec.model_path)
-        self._engine = AsyncLLM.from_engine_args(args)
+        # By this vLLM chooses how much a GPU runs at once: 128 requests, or a batch's 1,024.
+        offline = self._spec.device == "cuda"
+        context = UsageContext.LLM_CLASS if offline else UsageContext.ENGINE_CONTEXT
+        self._engine = AsyncLLM.from_engine_args(args, usage_context=context)
         return self.capabilities()
 
     def capabilities(self) -> dict[str, Any]:
@@ -89,6 +96,7 @@ class RolloutEngine:
             "routes": self._spec.capture is not None,
             "head": "fp32" if self._overrides.get("head_dtype") == "float32" else "params",
             "max_model_len": self._spec.max_model_len,
+            "max_num_seqs": self._engine.vllm_config.scheduler_config.max_num_seqs,
             "pid": os.getpid(),
         }
 
@@ -96,9 +104,24 @@ class RolloutEngine:
         """How many weight syncs this engine has seen."""
         return self._weight_version
 
+    async def devices(self) -> list[str]:
+        """Of each vLLM worker: its GPU, by a name that other processes give it too, or "cpu"."""
+        from rltrain.weights import receiver
+
+        return await self._unless_dead(receiver.devices(self._engine))
+
+    async def join_group(self, file: str, first_rank: int, size: int, timeout_s: float) -> None:
+        """Have the vLLM workers join the policy's rank 0, which will broadcast its weights."""
+        from rltrain.weights import receiver
+
+        joining = receiver.join_group(self._engine, file, first_rank, size, timeout_s)
+        await self._unless_dead(joining)
+
     async def start_weight_sync(self) -> None:
         from rltrain.weights import receiver
 
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests would see two versions of weights")
         self._syncing = True
         await self._unless_dead(receiver.start_sync(self._engine))
 
@@ -123,8 +146,8 @@ class RolloutEngine:
         Raises:
             RuntimeError: requests are running; vLLM would abort them.
         """
-        if self._engine.output_processor.has_unfinished_requests():
-            raise RuntimeError("an engine was put to sleep while requests are running")
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests run on an engine that is to sleep")
         await self._unless_dead(self._engine.sleep(level))
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
@@ -139,8 +162,8 @@ class RolloutEngine:
 
     async def generate(
         self, requests: Sequence[Request], sampling: SamplingParams
-    ) -> list[Rollout]:
-        """One rollout per request, in their order.
+    ) -> list[Rollout] | None:
+        """One rollout per request, in their order; None when ``abort`` came before they were done.
 
         Raises:
             ValueError: naming the sample, when it is too long, a log-probability is not finite or,
@@ -149,10 +172,13 @@ class RolloutEngine:
         """
         for request in requests:
             check_length(request, sampling, self._spec.max_model_len)
-        async with self._busy:
+        aborts = self._aborts
+        async with self._turn:
             if self._syncing:
                 raise RuntimeError("generate was called between start and finish of a weight sync")
-            completions = await self._unless_dead(self._complete(requests, sampling))
+            completions = await self._unless_dead(self._complete(requests, sampling, aborts))
+            if completions is None:
+                return None
             routes = await self._routes(requests, completions, sampling)
         return [
             Rollout(
@@ -166,11 +192,23 @@ class RolloutEngine:
             for request, completion, route in zip(requests, completions, routes, strict=True)
         ]
 
-    async def _complete(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Any]:
-        """vLLM's finished completions, in the order of the requests."""
+    async def abort(self) -> None:
+        """Give up every request: calls of ``generate`` that are not done return None."""
+        self._aborts += 1
+        await self._engine.abort(list(self._in_flight))
+
+    async def _complete(
+        self, requests: Sequence[Request], sampling: SamplingParams, aborts: int
+    ) -> list[Any] | None:
+        """vLLM's finished completions, in the order of the requests.
+
+        Args:
+            aborts: how many there had been when the call came; None is returned after another
+        """
         deterministic = self._spec.rollout.deterministic
         names = [f"{uuid.uuid4().hex}-{i}" for i in range(len(requests))]
         params = [vllm_params(request, sampling, self._stop_token_ids) for request in requests]
+        self._in_flight.update(names)
         try:
             if deterministic:
                 # Which requests share a forward pass decides how sums are rounded. While paused the
@@ -184,11 +222,17 @@ class RolloutEngine:
             finally:
                 if deterministic:
                     await self._engine.resume_generation()
+            if self._aborts > aborts:  # which did not see requests that were not yet with vLLM
+                await self._engine.abort(names)
             outputs = [await output.get() for output in pending]
         except BaseException:
             await self._engine.abort(names)
             raise
+        finally:
+            self._in_flight.difference_update(names)
         completions = [output.outputs[0] for output in outputs]
+        if self._aborts > aborts:
+            return None
         for request, completion in zip(requests, completions, strict=True):
             if completion.finish_reason not in ("stop", "length"):
                 raise RuntimeError(
@@ -211,7 +255,9 @@ class RolloutEngine:
         capture = self._spec.capture
         if capture is None or not sampling.capture_routes:
             return [None] * len(requests)
-        routes = check_routes(
+        # Beside the event loop, which takes what is generated meanwhile.
+        routes = await asyncio.to_thread(
+            check_routes,
             [completion.routed_experts for completion in completions],
             [
                 [*request.prompt_tokens, *completion.token_ids]

@@ -1,16 +1,30 @@
-"""Prompts in, batch out: spreads a step's requests over the engines."""
+"""Prompts in, groups of responses out as they finish, and the batch they make."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
-import ray
 import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
+from rltrain.rollout.dispatch import Call, Dispatcher
 from rltrain.rollout.types import Prompt, Request, Rollout, SamplingParams, request_seed
 from rltrain.routing.align import last_rows
+
+REQUESTS_PER_CALL = 16
+"""Smaller groups go to an engine together: or the calls would cost more than they."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt."""
+
+    index: int  # of the prompt among those that were given
+    rollouts: list[Rollout]
+    names: list[str]  # how an error names each of them
 
 
 class Generator:
@@ -22,8 +36,9 @@ class Generator:
 
     def __init__(self, engines: Sequence[Any], cfg: Config) -> None:
         self.engines = list(engines)
+        self._dispatcher = Dispatcher(engines, cfg.cluster.call_timeout_s)
         self._run_seed = cfg.trainer.seed
-        self._timeout_s = cfg.cluster.call_timeout_s
+        self._deterministic = cfg.rollout.deterministic
         self._sampling = SamplingParams(
             temperature=cfg.rollout.temperature,
             max_tokens=cfg.rollout.max_response_tokens,
@@ -37,61 +52,63 @@ class Generator:
             logprobs=False,
         )
 
-    def generate(
-        self, problems: Sequence[Prompt], step: int, round: int = 0
-    ) -> tuple[Batch, list[Rollout], list[str]]:
-        """G responses to each problem: sequence ``i * G + s`` is sample s of problem i.
+    def stream(
+        self, problems: Sequence[Prompt], step: int, round: int = 0, keep: int | None = None
+    ) -> Iterator[Group | None]:
+        """G responses to each problem, group by group as they finish; None when none did for a
+        moment, so that the caller may do something else meanwhile.
 
         Args:
             round: of the step's rounds of generation; a problem that comes in two of them gets
                 other samples
-
-        Returns:
-            The batch, the rollouts, and how an error names each of them.
+            keep: end after so many groups and abort the others; None: all of them
         """
-        groups = make_requests(
-            problems, self._sampling.num_samples, self._run_seed, step, round=round
-        )
-        rollouts = self._run(groups, self._sampling, step)
-        names = [str(request) for group in groups for request in group]
-        return build_batch(rollouts, self._sampling.num_samples), rollouts, names
+        num_samples = self._sampling.num_samples
+        groups = make_requests(problems, num_samples, self._run_seed, step, round=round)
+        return self._run(groups, self._sampling, step, keep or len(groups))
 
     def greedy(self, problems: Sequence[Prompt]) -> list[Rollout]:
         """The greedy response to each problem, without log-probabilities or routes."""
         groups = make_requests(problems, self._greedy.num_samples, self._run_seed, step=0)
-        return self._run(groups, self._greedy, step=0)
+        found = [g for g in self._run(groups, self._greedy, 0, len(groups)) if g is not None]
+        return [r for group in sorted(found, key=lambda g: g.index) for r in group.rollouts]
 
     def _run(
-        self, groups: Sequence[Sequence[Request]], sampling: SamplingParams, step: int
-    ) -> list[Rollout]:
-        # A group stays on one engine, where its samples share the cached prompt.
-        engines = self.engines[: len(groups)]
-        shares = [groups[i :: len(engines)] for i in range(len(engines))]
-        pending = [
-            engine.generate.remote([request for group in share for request in group], sampling)
-            for engine, share in zip(engines, shares, strict=True)
-        ]
-        by_group: list[list[Rollout]] = [[] for _ in groups]
-        for engine, (share, result) in enumerate(zip(shares, pending, strict=True)):
-            rollouts = self._wait(result, engine, step)
-            for i in range(len(share)):
-                start = i * sampling.num_samples
-                by_group[engine + i * len(engines)] = rollouts[start : start + sampling.num_samples]
-        return [rollout for group in by_group for rollout in group]
+        self, groups: Sequence[Sequence[Request]], sampling: SamplingParams, step: int, keep: int
+    ) -> Iterator[Group | None]:
+        calls = self._calls(groups, alone=keep < len(groups))
+        with closing(self._dispatcher.run(calls, sampling, step)) as results:
+            for found in results:
+                if found is None:
+                    yield None
+                    continue
+                call, rollouts = found
+                for n, i in enumerate(call.groups[:keep]):
+                    mine = rollouts[n * sampling.num_samples : (n + 1) * sampling.num_samples]
+                    yield Group(i, mine, [str(request) for request in groups[i]])
+                keep -= len(call.groups)
+                if keep <= 0:
+                    return
 
-    def _wait(self, result: Any, engine: int, step: int) -> list[Rollout]:
-        try:
-            return ray.get(result, timeout=self._timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise RuntimeError(
-                f"rollout engine {engine} did not answer within {self._timeout_s:g} s in step "
-                f"{step}: raise cluster.call_timeout_s, or look for a hang in its log"
-            ) from error
-        except ray.exceptions.RayActorError as error:
-            raise RuntimeError(
-                f"rollout engine {engine} died in step {step}, out of memory perhaps; its log and "
-                "the kernel's (dmesg) say more"
-            ) from error
+    def _calls(self, groups: Sequence[Sequence[Request]], alone: bool) -> list[Call]:
+        """One to an engine, in a fixed order, where that decides what is sampled; else small ones.
+
+        Args:
+            alone: whether no group may wait for another to be answered
+        """
+        numbers = range(len(groups))
+        if self._deterministic:
+            engines = range(min(len(self.engines), len(groups)))
+            shares: list[tuple[range, int | None]] = [
+                (numbers[engine :: len(engines)], engine) for engine in engines
+            ]
+        else:
+            size = 1 if alone else max(1, REQUESTS_PER_CALL // len(groups[0]))
+            shares = [(numbers[i : i + size], None) for i in numbers[::size]]
+        return [
+            Call(share, [request for i in share for request in groups[i]], engine)
+            for share, engine in shares
+        ]
 
 
 def make_requests(

@@ -115,7 +115,9 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         "max_model_len": spec.max_model_len,
         "tensor_parallel_size": rollout.tensor_parallel,
         "trust_remote_code": spec.trust_remote_code,
-        "enforce_eager": rollout.enforce_eager,
+        "enforce_eager": (
+            spec.device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
+        ),
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled
         "generation_config": "vllm",  # the folder's sampling defaults change nothing
         "disable_log_stats": True,
@@ -151,6 +153,8 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if spec.sleeps:
         args["enable_sleep_mode"] = True
+    if rollout.expert_parallel:
+        args["enable_expert_parallel"] = True
     if rollout.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
     return args | rollout.engine_args | {"hf_overrides": overrides}

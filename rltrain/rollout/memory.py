@@ -10,13 +10,13 @@ from rltrain.weights.architecture import Architecture
 from rltrain.weights.share import held_by
 from rltrain.weights.transport import BUCKET_BYTES
 
-MAX_SEQUENCES = 128
-"""vLLM's ``max_num_seqs`` of an engine that is no server (``SchedulerConfig``), and next, its
-``max_num_batched_tokens``."""
-MAX_BATCHED_TOKENS = 2048
+MAX_SEQUENCES = 1024
+"""vLLM's ``max_num_seqs`` of an offline engine on a card of 70 GiB or more, an A100 aside
+(``EngineArgs.get_batch_defaults``), and next, its ``max_num_batched_tokens``."""
+MAX_BATCHED_TOKENS = 16384
 OUTSIDE = 3 * GIB
 """What CUDA, NCCL and the allocator take besides, in no share of vLLM's. Assumed."""
-_IN_FP8 = ("attention", "dense MLP", "shared expert", "experts")
+IN_FP8 = ("attention", "dense MLP", "shared expert", "experts")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def engine_memory(config: Config, arch: Architecture, card: int) -> EngineMemory
     left = share - sum(term.nbytes for term in used)
     length = config.data.max_prompt_tokens + rollout.max_response_tokens
     token = kv_bytes_per_token(arch, rollout.tensor_parallel, width)
-    requests = config.trainer.prompts_per_step * config.algorithm.group_size
+    requests = config.prompts_per_round * config.algorithm.group_size
     wanted = min(_engine_arg(config, "max_num_seqs"), ceil(requests / rollout.num_engines))
     sequences = max(0, left) // (token * length)
     kv = Term(
@@ -51,7 +51,7 @@ def engine_memory(config: Config, arch: Architecture, card: int) -> EngineMemory
     )
     layer = sum(term.nbytes for term in weights) // arch.num_layers
     outside = [
-        Term("weight sync", "a layer anew and a bucket", layer + BUCKET_BYTES),
+        Term("weight sync", "a layer anew and two buckets", layer + 2 * BUCKET_BYTES["ipc"]),
         Term("CUDA, NCCL, allocator", "assumed", OUTSIDE),
     ]
     return EngineMemory([*used, kv], outside, sequences, wanted)
@@ -72,7 +72,7 @@ def _weights(config: Config, arch: Architecture, width: int) -> list[Term]:
         parts[held.part] = parts.get(held.part, 0) + held.numel
     parts.pop("MTP", None)  # the engine drafts nothing
     fp8 = config.rollout.quantization == "fp8"
-    small = sum(n for part, n in parts.items() if fp8 and part in _IN_FP8)
+    small = sum(n for part, n in parts.items() if fp8 and part in IN_FP8)
     rest = sum(parts.values()) - small
     terms = [Term("weights", f"{rest:,} x {width}", rest * width)]
     if fp8:

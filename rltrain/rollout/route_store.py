@@ -5,6 +5,7 @@ still to be trained on. Ray took ``ray.put(..., _owner=)`` away in 2.56, so the 
 putting: arrays go to it in one call, references come back.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,8 @@ async def store_routes(
     routes: Sequence[CheckedRoutes], capture: RouteCapture, weight_version: int, producer: str
 ) -> list[RouteRef]:
     """Put the routes of a step and return a reference for each sample."""
-    objects, refs = pack(routes, capture.shape, capture.blocks, weight_version, producer)
+    objects, refs = await asyncio.to_thread(
+        pack, routes, capture.shape, capture.blocks, weight_version, producer
+    )
     handles = await capture.store.put.remote(objects)
     return [replace(ref, blocks=tuple(handles[n] for n in ref.blocks)) for ref in refs]

@@ -334,6 +334,12 @@ ROLLOUT = (
     _rollout("rollout/response_length_max", "longest response", "-", "tokens"),
     _rollout("rollout/truncated_fraction", "responses cut at the limit", SEQUENCES, better="lower"),
     _rollout(
+        "rollout/aborted_groups",
+        "groups that were begun and given up, with rollout.oversample",
+        "-",
+        "groups",
+    ),
+    _rollout(
         "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
     ),
     _rollout("rollout/num_tokens", "prompt and response tokens sampled", "-", "tokens"),
@@ -403,7 +409,7 @@ def _seconds(phase: str, what: str) -> Metric:
 
 PERFORMANCE = (
     _seconds("generate", "sampling the responses"),
-    _seconds("reward", "computing the rewards"),
+    _seconds("reward", "computing the rewards that are missing after the last response"),
     _seconds("engine_sleep", "engines that share GPUs: freeing their memory for training"),
     _seconds("onload", "policy and critic back from host memory, where engines share GPUs"),
     _seconds("old_logprobs", "log-probabilities before the update, with replay"),
@@ -433,6 +439,53 @@ PERFORMANCE = (
         "time/generate",
         "tokens/s",
         better="higher",
+    ),
+    _performance(
+        "throughput/tokens_per_second_per_gpu",
+        "throughput/tokens_per_second over all GPUs of the run; on GPUs",
+        "time/step x GPUs",
+        "tokens/s",
+        better="higher",
+    ),
+    _performance(
+        "throughput/bound_tokens_per_second_per_gpu",
+        "the same of a step that generates, scores once and updates at the card's limits, and does "
+        "nothing else; on cards of rltrain/tracking/roofline.py",
+        "-",
+        "tokens/s",
+    ),
+    _performance(
+        "throughput/generate_over_bound",
+        "seconds that decoding needs at the card's memory bandwidth and peak / time/generate; left "
+        "out where dynamic sampling or over-sampling left responses out",
+        "time/generate",
+        better="higher",
+    ),
+    _performance(
+        "throughput/mfu_scoring",
+        "model FLOPs of one forward pass / (time/old_logprobs x GPUs of the policy x dense bf16 "
+        "peak)",
+        "time/old_logprobs",
+        better="higher",
+    ),
+    _performance(
+        "throughput/mfu_update",
+        "model FLOPs of the updates, what is recomputed not counted, / (time/update x GPUs of the "
+        "policy x dense bf16 peak)",
+        "time/update",
+        better="higher",
+    ),
+    _performance(
+        "gpu/utilization",
+        "share of a second in which a kernel ran, since the step before, by nvidia-smi",
+        "seconds x GPUs of the run",
+        better="higher",
+    ),
+    _performance(
+        "gpu/memory_gib",
+        "most memory in use on one GPU in that time, by nvidia-smi",
+        "-",
+        "GiB",
     ),
     _performance(
         "memory/host_rss_gib",

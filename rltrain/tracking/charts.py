@@ -72,8 +72,10 @@ def line_chart(
     *,
     log_scale: bool = False,
     bounds: tuple[float, float] | None = None,
+    over: str = "step",
 ) -> Markup:
-    """Lines over steps. ``bounds`` fixes the vertical axis; on a log scale zeros are left out."""
+    """Lines over steps, or what ``over`` names. ``bounds`` fixes the vertical axis; on a log scale
+    zeros are left out."""
     points = [
         [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y > 0 or not log_scale]
         for line in lines
@@ -87,10 +89,10 @@ def line_chart(
     horizontal = Axis(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, LEFT, WIDTH - RIGHT)
     vertical = Axis(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP, log_scale)
     drawn = [
-        _line(line, kept, horizontal, vertical, write)
+        _line(line, kept, horizontal, vertical, write, over)
         for line, kept in zip(lines, points, strict=True)
     ]
-    frame = [*_grid(ticks, vertical, write), *_step_labels(min(xs), max(xs), horizontal)]
+    frame = [*_grid(ticks, vertical, write), *_x_labels(min(xs), max(xs), horizontal, over)]
     return _svg([*frame, *drawn], ", ".join(line.label for line in lines))
 
 
@@ -124,7 +126,7 @@ def stacked_bars(xs: Sequence[int], parts: Mapping[str, Sequence[float]]) -> Mar
     for index in range(0, len(bins), shown):
         x = LEFT + (index + 0.5) * slot
         drawn.append(_label(x, HEIGHT - 8, str(xs[bins[index][0]]), "middle"))
-    drawn.append(_step_label(HEIGHT - 8))
+    drawn.append(_axis_name(HEIGHT - 8))
     return _svg(drawn, "seconds by phase", width=WIDE)
 
 
@@ -149,7 +151,7 @@ def heatmap(
     shown = max(1, math.ceil(44 / slot))
     for j in range(0, len(steps), shown):
         drawn.append(_label(LEFT + (j + 0.5) * slot, bottom, str(steps[j]), "middle"))
-    drawn.append(_step_label(bottom))
+    drawn.append(_axis_name(bottom))
     return _svg(drawn, "overlap by layer and step", width=WIDE, height=bottom + 8)
 
 
@@ -174,6 +176,7 @@ def _line(
     horizontal: Axis,
     vertical: Axis,
     write: Callable[[float], str],
+    over: str,
 ) -> str:
     placed = [(horizontal(x), vertical(y), x, y) for x, y in points]
     path = " ".join(f"{px:.1f},{py:.1f}" for px, py, _, _ in placed)
@@ -182,7 +185,7 @@ def _line(
     shown = "dot" if line.marked and len(placed) <= MAX_MARKERS else "dot hidden"
     drawn += [
         f'<circle class="{shown} {escape(line.style)}" cx="{px:.1f}" cy="{py:.1f}" r="3.2">'
-        f"<title>{escape(line.label)}, step {x:g}: {escape(write(y))}</title></circle>"
+        f"<title>{escape(line.label)}, {escape(over)} {x:g}: {escape(write(y))}</title></circle>"
         for px, py, x, y in placed
     ]
     return "".join(drawn)
@@ -201,15 +204,15 @@ def _grid(
     return drawn
 
 
-def _step_labels(first: float, last: float, horizontal: Axis) -> list[str]:
+def _x_labels(first: float, last: float, horizontal: Axis, over: str) -> list[str]:
     ticks = [t for t in linear_ticks(first, last, 6) if first <= t <= last and t == int(t)]
     labels = [_label(horizontal(t), HEIGHT - 8, f"{t:g}", "middle") for t in ticks]
-    return [*labels, _step_label(HEIGHT - 8)]
+    return [*labels, _axis_name(HEIGHT - 8, over)]
 
 
-def _step_label(y: float) -> str:
-    """Names the horizontal axis, under the labels of the vertical one."""
-    return _label(LEFT - 14, y, "step", "end")
+def _axis_name(y: float, name: str = "step") -> str:
+    """Of the horizontal one, under the labels of the vertical one."""
+    return _label(LEFT - 14, y, name, "end")
 
 
 def _label(x: float, y: float, text: str, anchor: str, style: str = "tick") -> str:

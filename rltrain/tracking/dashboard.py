@@ -92,6 +92,24 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
             "throughput",
             ("throughput/tokens_per_second", "throughput/generated_tokens_per_second"),
         ),
+        Panel(
+            "tokens/s per GPU, and at the card's limits",
+            (
+                "throughput/tokens_per_second_per_gpu",
+                "throughput/bound_tokens_per_second_per_gpu",
+            ),
+            log_scale=True,
+        ),
+        Panel(
+            "shares of the card's limits",
+            (
+                "throughput/generate_over_bound",
+                "throughput/mfu_scoring",
+                "throughput/mfu_update",
+            ),
+        ),
+        Panel("busy share of the GPUs", ("gpu/utilization",)),
+        Panel("memory of the fullest GPU", ("gpu/memory_gib",)),
         Panel("memory of the host", ("memory/host_rss_gib",)),
     ),
 }

@@ -1,7 +1,8 @@
 """report.html: one self-contained page about one run, made from the files in its folder alone.
 
-Reads config.yaml, versions.json, outcome.json, invariants.json, metrics.jsonl and samples.jsonl;
-each may be missing, as after a run that died early. Loads nothing from anywhere when it is opened.
+Reads config.yaml, versions.json, outcome.json, invariants.json, metrics.jsonl, samples.jsonl and
+gpus.csv; each may be missing, as after a run that died early. Loads nothing from anywhere when it
+is opened.
 """
 
 import json
@@ -19,8 +20,10 @@ from markupsafe import Markup
 
 from rltrain.tracking.catalogue import SECTIONS
 from rltrain.tracking.charts import Line, heatmap, line_chart, stacked_bars
+from rltrain.tracking.gpus import Sample, read_gpus, timeline
 from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.metrics import find
+from rltrain.tracking.roofline import hint
 from rltrain.tracking.verdicts import Rows, column, scientific, verdicts
 
 SMOOTHING_WINDOW = 9
@@ -49,6 +52,7 @@ def write_report(run_dir: Path) -> Path:
     samples = read_jsonl(run_dir / "samples.jsonl")
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+    gpus = read_gpus(run_dir / "gpus.csv")
     replay = _at(config, "routing_replay.mode", "off")
     page = _template().render(
         header=_header(config, rows),
@@ -61,6 +65,8 @@ def write_report(run_dir: Path) -> Path:
         mismatch=_mismatch(rows),
         overlap=_overlap(rows),
         times=_times(rows),
+        speed=hint(rows, gpus[0].name if gpus else None),
+        gpus=_gpus(gpus),
         samples=_by_step(samples),
         last_values=_last_values(rows),
         replay=replay,
@@ -251,6 +257,39 @@ def _times(rows: Rows) -> Figure | None:
     steps = [row["step"] for row in timed]
     svg = stacked_bars(steps, {name: seconds[name] for name in order})
     return Figure("Seconds a step, by phase", svg, legend)
+
+
+def _gpus(samples: Sequence[Sample]) -> list[Figure]:
+    """What nvidia-smi saw: of one GPU, or of the mean and the extremes of several."""
+    busy = timeline(samples, lambda each: each.utilization)
+    used = timeline(samples, lambda each: each.memory_gib)
+    if not busy.seconds and not used.seconds:
+        return []
+    shown = min(2, len({each.gpu for each in samples}))
+    shares = [
+        Line("mean of the GPUs", busy.seconds, busy.mean, "series-a"),
+        Line("least busy GPU", busy.seconds, busy.lowest, "series-b"),
+    ][:shown]
+    memory = [
+        Line("fullest GPU", used.seconds, used.highest, "series-a"),
+        Line("emptiest GPU", used.seconds, used.lowest, "series-b"),
+    ][:shown]
+    averages = tuple(
+        (line.style, line.label, f"{percent(statistics.fmean(line.ys))} on average")
+        for line in shares
+        if line.ys
+    )
+    peaks = tuple(
+        (line.style, line.label, f"{max(line.ys):.3g} GiB at most") for line in memory if line.ys
+    )
+    return [
+        Figure(
+            "Share of a second in which a kernel ran",
+            line_chart(shares, percent, bounds=(0, 1), over="second"),
+            averages,
+        ),
+        Figure("GPU memory in use, GiB", line_chart(memory, number, over="second"), peaks),
+    ]
 
 
 def _by_step(samples: Rows) -> list[tuple[int, list[Mapping[str, Any]]]]:

@@ -1,7 +1,7 @@
 """Where a run's numbers go: one call a step, and every place has them.
 
-The run folder gets versions.json, metrics.jsonl, samples.jsonl, outcome.json and report.html; the
-report is written from these and config.yaml alone, also when the run failed.
+The run folder gets versions.json, metrics.jsonl, samples.jsonl, outcome.json, report.html and, on
+GPUs, gpus.csv; the report is written from these and config.yaml alone, also when the run failed.
 """
 
 import json
@@ -16,10 +16,12 @@ from typing import Any, Self
 from rich.console import Console
 
 from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.gpus import read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
 from rltrain.tracking.metrics import check
 from rltrain.tracking.progress import ProgressLine
 from rltrain.tracking.report import write_report
+from rltrain.tracking.roofline import hint
 from rltrain.tracking.wandb import WandbRun
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class Tracker:
         num_steps: steps of the whole run, for the ETA. Steps count from 1; what is measured before
             the first is logged as step 0.
         first_step: 0 starts afresh; k + 1 resumes a run whose checkpoint is of step k, and lines
-            of metrics.jsonl and samples.jsonl at or past it are dropped.
+            of metrics.jsonl and samples.jsonl at or past it are dropped; gpus.csv begins anew.
+        gpus: those of the run, by what nvidia-smi calls them; none are watched where it is empty.
 
     Raises:
         OSError: when the run folder cannot be written.
@@ -58,6 +61,7 @@ class Tracker:
         *,
         num_steps: int,
         first_step: int = 0,
+        gpus: Sequence[str] = (),
         console: Console | None = None,
     ) -> None:
         self.run_dir = run_dir
@@ -71,6 +75,7 @@ class Tracker:
         if tracking.wandb != "disabled":
             self._wandb = WandbRun(run_dir, tracking, config, resumed=first_step > 0)
         self._progress = ProgressLine(num_steps, first_step, console)
+        self._gpus = start_gpu_log(run_dir / "gpus.csv", gpus)
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -79,6 +84,8 @@ class Tracker:
         Raises:
             ValueError: a name that is not in the catalogue, or a value that is not a number.
         """
+        if self._gpus is not None:
+            metrics = {**metrics, **self._gpus.metrics()}
         check(metrics)
         self._metrics.write(step, metrics)
         if self._wandb is not None:
@@ -106,11 +113,14 @@ class Tracker:
         # The stack runs each of these, last in first out, whatever the others raise.
         with ExitStack() as stack:
             stack.callback(self._write_report)
+            stack.callback(self._say_where_time_goes)
             stack.callback(self._finish_wandb, error)
             stack.callback(self._write_outcome, error)
             stack.callback(self._samples.close)
             stack.callback(self._metrics.close)
             stack.callback(self._progress.close)
+            if self._gpus is not None:
+                stack.callback(self._gpus.close)
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +145,12 @@ class Tracker:
         if self._wandb is not None:
             rows = read_jsonl(self.run_dir / "metrics.jsonl")
             self._wandb.finish(rows, failed=error is not None)
+
+    def _say_where_time_goes(self) -> None:
+        names = [sample.name for sample in read_gpus(self.run_dir / "gpus.csv")]
+        line = hint(read_jsonl(self.run_dir / "metrics.jsonl"), names[0] if names else None)
+        if line:
+            logger.info("%s", line)
 
     def _write_report(self) -> None:
         logger.info("report: %s", write_report(self.run_dir))

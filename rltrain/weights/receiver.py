@@ -1,13 +1,14 @@
-"""The engine's side of weight sync: a vLLM weight transfer backend on shared memory.
+"""The engine's side of weight sync: one vLLM weight transfer backend for all carriers.
 
 vLLM runs the model in worker processes. Naming ``ReceiverExtension`` as the worker extension makes
 each of them import this module, which registers the backend before the model is built.
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(..., **engine_args()))
 
+    await join_group(engine, file, 1, 3, 60)  # before the first sync by carrier "broadcast" alone
     await start_sync(engine)                  # no request may be running
-    for bucket in buckets:                    # transport.Bucket, written by the policy's rank 0
-        await load_bucket(engine, bucket)     # the writer may go on when this returns
+    for bucket in buckets:                    # transport.Bucket, filled by the policy
+        await load_bucket(engine, bucket)     # its slot may be filled again when this returns
     await finish_sync(engine)                 # checks completeness, resets the prefix cache
 
 A sync that fails leaves the engine with half-loaded weights: end the run or start a new engine.
@@ -16,6 +17,7 @@ A sync that fails leaves the engine with half-loaded weights: end the run or sta
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
+    WeightTransferInitRequest,
     WeightTransferUpdateInfo,
     WeightTransferUpdateRequest,
 )
@@ -39,15 +42,19 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from rltrain.config.rollout import Carrier
 from rltrain.patches import vllm as vllm_patches
+from rltrain.weights.broadcast import BroadcastReceiver, Group
+from rltrain.weights.cuda_ipc import IpcReceiver, gpu_id
 from rltrain.weights.digest import model_digest
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
 from rltrain.weights.mtp import is_left_out
-from rltrain.weights.transport import Bucket, TensorEntry, read_bucket
+from rltrain.weights.shared_memory import read_segment
+from rltrain.weights.transport import Bucket, TensorEntry
 
-BACKEND = "rltrain_shm"
+BACKEND = "rltrain"
 
 
 def engine_args() -> dict[str, Any]:
@@ -56,6 +63,20 @@ def engine_args() -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": f"{__name__}.{ReceiverExtension.__name__}",
     }
+
+
+async def devices(engine: AsyncLLM) -> list[str]:
+    """Of each worker: its GPU, by a name that other processes give it too, or "cpu"."""
+    found: list[str] = await engine.collective_rpc("device_name")
+    return found
+
+
+async def join_group(
+    engine: AsyncLLM, file: str, first_rank: int, size: int, timeout_s: float
+) -> None:
+    """Have every worker join the group of `rltrain.weights.broadcast`. Collective."""
+    info = {"file": file, "first_rank": first_rank, "size": size, "timeout_s": timeout_s}
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
 
 async def start_sync(engine: AsyncLLM) -> None:
@@ -69,7 +90,7 @@ async def start_sync(engine: AsyncLLM) -> None:
 
 
 async def load_bucket(engine: AsyncLLM, bucket: Bucket) -> None:
-    """Read one bucket in every worker; its segment is free again when this returns."""
+    """Read one bucket in every worker; its slot is free again when this returns."""
     await engine.update_weights(WeightTransferUpdateRequest(update_info=dict(bucket)))
 
 
@@ -94,6 +115,10 @@ class ReceiverExtension:
     """What vLLM mixes into its worker class; callable by ``collective_rpc``."""
 
     model_runner: Any
+    device: torch.device
+
+    def device_name(self) -> str:
+        return gpu_id(self.device) if self.device.type == "cuda" else "cpu"
 
     def weight_digest(self) -> dict[str, str]:
         return model_digest(self.model_runner.get_model())
@@ -127,25 +152,31 @@ def holds_fp8(model_config: ModelConfig) -> bool:
 
 
 @dataclass
-class ShmInitInfo(WeightTransferInitInfo):
-    """Shared memory needs no rendezvous."""
+class GroupInfo(WeightTransferInitInfo):
+    """Of the group that broadcasts: the rank of this engine's first worker, and of them all."""
+
+    file: str
+    first_rank: int
+    size: int
+    timeout_s: float
 
 
 @dataclass
-class ShmUpdateInfo(WeightTransferUpdateInfo):
+class BucketInfo(WeightTransferUpdateInfo):
     """A ``transport.Bucket``."""
 
+    carrier: Carrier
     index: int
-    segment: str | None
     last: bool
     tensors: list[TensorEntry]
+    payload: dict[str, Any]
 
 
-class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     """Loads buckets of checkpoint tensors by layerwise reload, and refuses an incomplete set."""
 
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
+    init_info_cls = GroupInfo
+    update_info_cls = BucketInfo
     supports_draft_weight_update = False
 
     def __init__(
@@ -162,13 +193,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._next_bucket = 0
         self._is_last_loaded = False
         self._is_half_loaded = False
+        self._broadcast: BroadcastReceiver | None = None
         if device.type == "cpu":
             vllm_patches.apply_cpu()
         if "GptOssForCausalLM" in (vllm_config.model_config.hf_config.architectures or ()):
             vllm_patches.apply_gpt_oss()
 
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        pass
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank = init_info.first_rank + worker
+        group = Group(init_info.file, rank, init_info.size, self.device, init_info.timeout_s)
+        self._broadcast = BroadcastReceiver(group, self.device)
 
     def start_weight_update(self) -> None:
         if self._is_half_loaded:
@@ -186,26 +222,42 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if self.device.type != "cpu":  # vLLM's own raises where there is no accelerator
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        if update_info.index != self._next_bucket or self._is_last_loaded:
-            raise ValueError(
-                f"weight sync: expected bucket {self._next_bucket}, found {update_info.index}: "
-                "deliver every bucket once and in order"
-            )
+    def receive_weights(self, update_info: BucketInfo) -> None:
         bucket = Bucket(
+            carrier=update_info.carrier,
             index=update_info.index,
-            segment=update_info.segment,
             last=update_info.last,
             tensors=update_info.tensors,
+            payload=update_info.payload,
         )
-        names = Counter(entry["name"] for entry in bucket["tensors"]) + Counter(self._received)
-        if repeated := sorted(name for name, count in names.items() if count > 1):
+        tensors = self._read(bucket)  # all checked before any is loaded
+        if bucket["index"] != self._next_bucket or self._is_last_loaded:
+            raise ValueError(
+                f"weight sync: expected bucket {self._next_bucket}, found {bucket['index']}: "
+                "deliver every bucket once and in order"
+            )
+        names = [name for name, _ in tensors]
+        if len(set(names)) < len(names) or not self._received.isdisjoint(names):
+            counts = Counter([*names, *self._received])
+            repeated = sorted(name for name, count in counts.items() if count > 1)
             raise ValueError(f"weight sync: tensors sent twice: {repeated}")
-        tensors = list(read_bucket(bucket))  # all checked before any is loaded
         self.model.load_weights(tensors)
         self._received.update(names)
         self._next_bucket += 1
         self._is_last_loaded = bucket["last"]
+
+    def _read(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+        if bucket["carrier"] == "shm":
+            return list(read_segment(bucket))
+        if bucket["carrier"] == "ipc":
+            return self._ipc.read(bucket)
+        if self._broadcast is None:
+            raise RuntimeError("join_group comes before a weight sync by broadcast")
+        return self._broadcast.read(bucket)
+
+    @cached_property
+    def _ipc(self) -> IpcReceiver:
+        return IpcReceiver(self.device)
 
     def finish_weight_update(self) -> None:
         if not self._is_last_loaded:
@@ -219,6 +271,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             # Nothing was loaded into these, so vLLM leaves the copies that it packed of the old.
             for module in self._tied:
                 module.quant_method.process_weights_after_loading(module)
+        else:
+            self._ipc.close()
+            # What was loaded from is free: a sleeping KV cache may want it back.
+            torch.cuda.empty_cache()
         self._is_half_loaded = False
 
     def shutdown(self) -> None:
@@ -227,12 +283,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """vLLM up to 0.26 asks every backend for it; here the policy sends by itself."""
-        raise NotImplementedError("send with rltrain.weights.transport.BucketWriter")
+        raise NotImplementedError("send with rltrain.weights.transport.BucketStream")
 
     def _check_complete(self) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
         unfilled = unfilled_modules(self.model, self._tied)
-        required = set(self._checkpoint_names())
+        required = set(self._checkpoint_names)
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             required -= {"lm_head.weight"}
         # The engine has no layers that predict further tokens: whether they are sent is all one.
@@ -250,6 +306,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 f"not filled: {unfilled[:8]}. Send every tensor of the checkpoint, to a new engine"
             )
 
+    @cached_property
     def _checkpoint_names(self) -> frozenset[str]:
         folder = self.model_config.model
         if self._reads_otherwise:
@@ -312,4 +369,4 @@ def _padding(module: torch.nn.Module) -> int:
     return rows * (module.weight.numel() // module.weight.shape[0])
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, ShmWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(BACKEND, BucketWeightTransferEngine)

@@ -22,11 +22,16 @@ def seeded(tensor: HfTensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill(chunks: Sequence[nn.Module], arch: Architecture, mesh: Grid) -> None:
-    """What loading a checkpoint of `seeded` weights would do."""
+def fill(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """What loading a checkpoint of `seeded` weights, kept in ``dtype``, would do."""
 
     def read(tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
-        return seeded(tensor).narrow(dim, start, stop - start)
+        return seeded(tensor).to(dtype).float().narrow(dim, start, stop - start)
 
     placement = Placement.of(mesh)
     held = local_parameters(chunks, arch, placement)

@@ -1,31 +1,38 @@
-"""Tensors from one process to another on the same host, through POSIX shared memory.
+"""A stream of named tensors from the policy to the engines, bucket by bucket.
 
-A stream of named tensors is cut into buckets. The sender writes one bucket, the receivers read
-it, and asking for the next one removes it, so /dev/shm never holds more than one. What describes
-a bucket is plain JSON; its checksums tell the receiver that it got the sender's bytes.
+Whoever moves the bytes is a carrier (`shared_memory`, `cuda_ipc`, `broadcast`); what describes a
+bucket is plain JSON, and its checksums tell a receiver that it got the sender's bytes. A sender has
+two slots: it fills one while the receivers load from the other, and no more than two buckets exist
+at a time.
 
-    with BucketWriter(named_tensors) as writer:          # the sender
-        while (bucket := writer.next_bucket()) is not None:
-            deliver(bucket)                              # returns once it was read
-
-    for name, tensor in read_bucket(bucket): ...         # the receiver
+    stream = BucketStream(named_tensors, sender)
+    bucket = stream.next_bucket()
+    while bucket is not None:
+        loading = load(bucket)                # begins
+        bucket = stream.next_bucket()         # fills the other slot meanwhile
+        wait(loading)
+    stream.close()
 """
 
-import os
-import re
-import secrets
-import stat
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import BinaryIO, Self, TypedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
+from torch import Tensor
 
-SHARED_MEMORY = Path("/dev/shm")
-BUCKET_BYTES = 256 * 2**20
+from rltrain.config.rollout import Carrier
 
-_SEGMENT = re.compile(r"rltrain-(\d+)-(\d+)-[0-9a-f]{16}")
+SLOTS = 2
+BUCKET_BYTES: dict[Carrier, int] = {
+    "shm": 128 * 2**20,
+    "ipc": 512 * 2**20,
+    "broadcast": 512 * 2**20,
+}
+"""/dev/shm is often small; on a device a bucket should take longer than asking for the next one."""
+ALIGNMENT = 16
+"""Of a tensor within a bucket, so that it can be read in place whatever its dtype."""
+
+Named = Iterator[tuple[str, Tensor]]
 
 
 class TensorEntry(TypedDict):
@@ -36,93 +43,90 @@ class TensorEntry(TypedDict):
     shape: list[int]
     offset: int
     nbytes: int
-    crc32: int
+    crc32: NotRequired[int]
 
 
 class Bucket(TypedDict):
-    """One shared-memory segment. Segment None: this rank only took part and wrote nothing."""
-
+    carrier: Carrier
     index: int
-    segment: str | None
     last: bool
     tensors: list[TensorEntry]
+    payload: dict[str, Any]
+    """Where the bytes are and what they add up to; see the carrier."""
 
 
-class BucketWriter:
-    """Writes a stream of (name, tensor) bucket by bucket, each at most ``bucket_bytes``.
+class Sender(Protocol):
+    """The sending end of a carrier."""
+
+    carrier: Carrier
+
+    def send(self) -> None:
+        """Hand over what was filled last, where receivers do not fetch it themselves."""
+
+    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], dict[str, Any]]:
+        """Take all of ``tensors`` into a slot whose bytes nobody needs any more.
+
+        Returns:
+            The bucket's entries and its payload. Its bytes are there when this returns.
+        """
+
+    def close(self) -> None:
+        """Give back what the slots hold."""
+
+
+class BucketStream:
+    """Cuts a stream of (name, tensor) into buckets, each at most ``bucket_bytes``.
 
     A tensor larger than that gets a bucket of its own. Where making the stream is collective,
-    every rank runs a writer and all but one pass ``write=False``: they cut the stream at the same
-    places and write nothing. The first tensor is taken at once, the rest as buckets are asked for.
+    every rank runs one, and those that send nothing pass no sender: they cut at the same places.
+    The first tensor is taken at once, the rest as buckets are asked for.
 
     Raises:
         ValueError: the stream is empty.
     """
 
-    def __init__(
-        self,
-        tensors: Iterator[tuple[str, torch.Tensor]],
-        bucket_bytes: int = BUCKET_BYTES,
-        write: bool = True,
-    ) -> None:
-        if write:
-            remove_abandoned()
+    def __init__(self, tensors: Named, sender: Sender | None, bucket_bytes: int) -> None:
         self._tensors = tensors
+        self._sender = sender
         self._bucket_bytes = bucket_bytes
-        self._write = write
         self._next_index = 0
-        self._path: Path | None = None
         self._pending = next(tensors, None)
         if self._pending is None:
             raise ValueError("expected a stream of weights, found no tensor in it")
 
     def next_bucket(self) -> Bucket | None:
-        """Remove the bucket before, which must have been read, and write the next; None at the end.
+        """Fill the next slot and describe it; None at the end, and always without a sender.
 
-        Raises:
-            ValueError: /dev/shm has no room for the next tensor.
+        The bucket before the last one must have been read: its slot is the one that is filled.
         """
-        self.close()
-        if self._pending is None:
-            return None
-        entries: list[TensorEntry] = []
-        if self._write:
-            self._path = SHARED_MEMORY / _new_segment()
-            try:
-                with open(self._path, "xb", opener=_private) as segment:
-                    for name, tensor in self._cut():
-                        entries.append(_write_tensor(segment, name, tensor))
-            except BaseException:
-                self.close()
-                raise
-        else:
+        if self._sender is None:
             for _ in self._cut():
                 pass
+            return None
+        self._sender.send()
+        if self._pending is None:
+            return None
+        index = self._next_index
         self._next_index += 1
+        entries, payload = self._sender.fill(index % SLOTS, self._cut())
         return Bucket(
-            index=self._next_index - 1,
-            segment=self._path.name if self._path else None,
+            carrier=self._sender.carrier,
+            index=index,
             last=self._pending is None,
             tensors=entries,
+            payload=payload,
         )
 
     def close(self) -> None:
-        """Remove what this writer has in shared memory."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
+        """Once every bucket was read, or none will be."""
+        if self._sender is not None:
+            self._sender.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _cut(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _cut(self) -> Named:
         """The tensors of one bucket: as many as fit, at least one."""
         used = 0
         while self._pending is not None:
-            nbytes = self._pending[1].nbytes
+            nbytes = aligned(self._pending[1].nbytes)
             if used and used + nbytes > self._bucket_bytes:
                 return
             used += nbytes
@@ -130,100 +134,49 @@ class BucketWriter:
             self._pending = next(self._tensors, None)
 
 
-def read_bucket(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, on CPU, copied out of shared memory and checked.
-
-    Raises:
-        ValueError: there is no such segment here, it is not ours, or a tensor's bytes are not
-            those that were sent.
-    """
-    with _open_segment(bucket["segment"]) as segment:
-        for entry in bucket["tensors"]:
-            yield entry["name"], _read_tensor(segment, entry)
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def remove_abandoned() -> None:
-    """Remove segments whose writer died; only those of this user and this pid namespace."""
-    for path in SHARED_MEMORY.glob("rltrain-*"):
-        match = _SEGMENT.fullmatch(path.name)
-        if match is None or int(match[1]) != _pid_namespace():
-            continue
-        if not Path("/proc", match[2]).exists() and path.stat().st_uid == os.getuid():
-            path.unlink(missing_ok=True)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of ``tensor`` in C order, as bytes on CPU; a view where it already is so."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def _write_tensor(segment: BinaryIO, name: str, tensor: torch.Tensor) -> TensorEntry:
-    free = os.statvfs(segment.fileno())
-    free_bytes = free.f_bavail * free.f_frsize
-    if tensor.nbytes > free_bytes:
-        raise ValueError(
-            f"{SHARED_MEMORY} is too small for weight sync: {name} needs {tensor.nbytes} bytes, "
-            f"found {free_bytes} free. Make it larger (docker: --shm-size; Kubernetes: an emptyDir "
-            "with medium Memory) or lower the bucket size"
-        )
-    data = tensor_bytes(tensor)
-    offset = segment.tell()
-    segment.write(data)
+def entry_of(name: str, tensor: Tensor, offset: int) -> TensorEntry:
     return TensorEntry(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=list(tensor.shape),
         offset=offset,
-        nbytes=data.nbytes,
-        crc32=zlib.crc32(data),
+        nbytes=tensor.nbytes,
     )
 
 
-def _read_tensor(segment: BinaryIO, entry: TensorEntry) -> torch.Tensor:
-    buffer = torch.empty(entry["nbytes"], dtype=torch.uint8)
-    data = buffer.numpy().data
-    segment.seek(entry["offset"])
-    found_bytes = segment.readinto(data) if data.nbytes else 0  # type: ignore[attr-defined]
-    found = zlib.crc32(data)
-    if found_bytes != entry["nbytes"] or found != entry["crc32"]:
-        raise ValueError(
-            f"weight sync: {entry['name']} arrived changed: expected {entry['nbytes']} bytes with "
-            f"crc32 {entry['crc32']:#010x}, found {found_bytes} with {found:#010x} in "
-            f"{segment.name}. The sender must not touch a bucket before it is loaded"
-        )
+def shaped(buffer: Tensor, entry: TensorEntry) -> Tensor:
+    """The tensor whose bytes ``buffer`` is, as a view of it.  # uint8 [nbytes]"""
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"weight sync: {entry['name']} has the unknown dtype {entry['dtype']!r}")
     return buffer.view(dtype).reshape(entry["shape"])
 
 
-def _open_segment(name: str | None) -> BinaryIO:
-    if name is None or not _SEGMENT.fullmatch(name):
-        raise ValueError(f"expected a segment that a BucketWriter wrote, found {name!r}")
-    path = SHARED_MEMORY / name
-    try:
-        segment = open(path, "rb", opener=_private)  # noqa: SIM115 (the caller closes it)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"weight sync: {path} is not here. The policy's rank 0 and the engine must share one "
-            "host and one /dev/shm, and the sender must keep a bucket until it is loaded"
-        ) from error
-    status = os.fstat(segment.fileno())
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-        segment.close()
-        raise ValueError(f"weight sync: {path} belongs to user {status.st_uid}, not to this one")
-    return segment
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The elements of ``tensor`` in C order, as bytes on CPU; a view where it already is so."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode=0o600)
+def merged(buckets: Sequence[Bucket]) -> Bucket:
+    """The bucket of which every sending rank filled a slot of its own.
 
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
-
-
-def _new_segment() -> str:
-    """A fresh name that tells who wrote it."""
-    return f"rltrain-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(8)}"
+    Raises:
+        ValueError: they did not fill them alike.
+    """
+    first = buckets[0]
+    handles: dict[str, Any] = {}
+    for rank, bucket in enumerate(buckets):
+        same = bucket["tensors"] == first["tensors"] and bucket["last"] == first["last"]
+        if not same or bucket["payload"]["checksum"] != first["payload"]["checksum"]:
+            raise ValueError(
+                f"weight sync: expected the same bytes from every sender, found other ones in "
+                f"bucket {bucket['index']} of sender {rank} than in that of sender 0: the policy's "
+                "ranks do not agree on the weights, do not trust this run"
+            )
+        handles |= bucket["payload"].get("handles", {})
+    return {**first, "payload": {**first["payload"], "handles": handles}}

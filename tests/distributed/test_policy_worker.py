@@ -22,7 +22,7 @@ from rltrain.config import Config
 from rltrain.data.packing import pack, plan_step
 from rltrain.policy.pass_file import relative_error
 from rltrain.routing.align import last_rows
-from rltrain.weights.transport import read_bucket
+from rltrain.weights.shared_memory import read_segment
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -227,10 +227,11 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     if rank == 0:
         save_file(found, folder / f"{name}.{rank}.safetensors")
     if config.rollout.quantization == "fp8":
-        worker.begin_weight_stream("bfloat16")
+        worker.begin_weight_stream("bfloat16", "shm", [])
         sent: dict[str, Tensor] = {}
         while (bucket := worker.next_weight_bucket()) is not None:
-            sent |= dict(read_bucket(bucket))
+            sent |= dict(read_segment(bucket))
+        worker.end_weight_stream()
         worker.export_for_engine(str(folder / f"{name}.engine"))
         exported = load_file(folder / f"{name}.engine" / "model.safetensors")
         assert exported.keys() == sent.keys()

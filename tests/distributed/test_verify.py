@@ -67,6 +67,33 @@ def test_what_fails_a_row(change: dict[str, Any], problem: str) -> None:
     assert len(text.splitlines()[0]) <= len(head()) + 20
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, ""),
+        ({"native": {"logits": 1.0, "loss": 1.0, "gradient": 1.0}, "wrong_records": 7}, ""),
+        ({"perturbed": {"logits": 0.05, "loss": 0.0, "gradient": 0.0}}, "perturbed: logits is off"),
+        ({"recorded": {"logits": 0.0, "loss": 0.0, "gradient": 0.09}}, "recorded: gradient is off"),
+        ({"recorded": {"logits": float("nan"), "loss": 0.0, "gradient": 0.0}}, "recorded: logits"),
+    ],
+)
+def test_what_fails_a_row_in_bf16(change: dict[str, Any], problem: str) -> None:
+    """On given routes, by what one rank is off in bf16."""
+    errors = {"logits": 0.012, "loss": 1.0, "gradient": 0.02}
+    yardstick = replace(ROW, native=errors, recorded=errors, perturbed=errors)
+    result = judged(replace(SHORT[0], params="bf16"), replace(yardstick, **change), yardstick)
+    assert result.passed == (problem == "") and problem in result.problem
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_layout_in_bf16_is_as_near_to_fp32_as_one_rank(tmp_path: Path) -> None:
+    results: list[Result] = []
+    run([Case(ParallelConfig(tp=2, ep=2), params="bf16")], tmp_path, "cpu", results.append)
+    assert [result.problem for result in results] == ["", ""]
+    assert results[0].case.parallel.world_size == 1
+
+
 def test_the_tables_hold_what_they_promise() -> None:
     names = [case.name for case in LAYOUTS]
     assert len(set(names)) == len(names)

@@ -37,7 +37,8 @@ from rltrain.weights.families import read_architecture
 from rltrain.weights.files import SINGLE
 from rltrain.weights.load import read_tensors
 from rltrain.weights.quantized import quantize
-from rltrain.weights.transport import BucketWriter
+from rltrain.weights.shared_memory import ShmSender
+from rltrain.weights.transport import BucketStream
 from tests.distributed.tiny_families import make
 
 pytestmark = [
@@ -121,9 +122,10 @@ def reading_otherwise(quantization: dict[str, Any] | None) -> dict[str, Any]:
 
 def sync(engine: LLM, tensors: Named) -> None:
     engine.start_weight_update()
-    with BucketWriter(iter(tensors), 200_000) as writer:
-        while (bucket := writer.next_bucket()) is not None:
-            engine.update_weights({"update_info": dict(bucket)})
+    stream = BucketStream(iter(tensors), ShmSender(), 200_000)
+    while (bucket := stream.next_bucket()) is not None:
+        engine.update_weights({"update_info": dict(bucket)})
+    stream.close()
     engine.finish_weight_update()
     assert engine.reset_prefix_cache()
 

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import ray
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy.routes import fetch_routes
+from rltrain.rollout.dispatch import Call, Dispatcher
 from rltrain.rollout.engine import RolloutEngine, start_engine
-from rltrain.rollout.generator import Generator
+from rltrain.rollout.generator import Generator, build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.route_store import RouteStore
 from rltrain.rollout.types import Request, Rollout, SamplingParams
@@ -26,6 +28,7 @@ from rltrain.routing.integrity import RouteShape
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
 EOS = 1
+SLOW = 2000
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), num_experts=8, experts_per_token=2)
 BOTH_LAYERS = (1, 2)
 CONFIG = Config.model_validate(
@@ -38,6 +41,10 @@ CONFIG = Config.model_validate(
             "engine_args": {"skip_tokenizer_init": True},
         },
     }
+)
+
+FREE = CONFIG.model_copy(
+    update={"rollout": CONFIG.rollout.model_copy(update={"deterministic": False})}
 )
 
 
@@ -75,12 +82,57 @@ class StaggeredEngine(RolloutEngine):
         return self._finished_early
 
 
+class UnequalEngine(RolloutEngine):
+    """Responses to prompts with the id ``slow`` end after SLOW tokens, others after 3."""
+
+    async def _add(self, name: str, request: Request, params: Any) -> Any:
+        params.max_tokens = SLOW if request.prompt_id == "slow" else 3
+        params.ignore_eos, params.stop_token_ids = True, []
+        return await super()._add(name, request, params)
+
+    async def in_vllm(self) -> int:
+        """How many requests its process has, in a moment when it has had time for all messages."""
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        await self._engine.resume_generation()
+        return len(self._engine.output_processor.request_states)
+
+
+class Clerk:
+    """Answers calls after a while, so many at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._has = self._most = self._served = self._aborts = 0
+
+    def capabilities(self) -> dict[str, int]:
+        return {"max_num_seqs": 2}
+
+    async def generate(self, requests: list[Request], sampling: Any) -> list[Request] | None:
+        self._has += len(requests)
+        self._most, aborts = max(self._most, self._has), self._aborts
+        for _ in range(int(self._seconds / 0.01)):
+            await asyncio.sleep(0.01)
+            if self._aborts > aborts:
+                return None
+        self._has -= len(requests)
+        self._served += len(requests)
+        return requests
+
+    async def abort(self) -> None:
+        self._aborts += 1
+
+    async def counts(self) -> tuple[int, int, int]:
+        """The most it had at once, how many it answered, how often it was told to abort."""
+        return self._most, self._served, self._aborts
+
+
 @dataclass(frozen=True)
 class Cluster:
     model: Path
     store: Any
     plain: Any
     staggered: Any
+    unequal: Any
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +151,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         num_experts=SHAPE.num_experts,
         num_experts_per_tok=SHAPE.experts_per_token,
         moe_intermediate_size=64,
-        max_position_embeddings=128,
+        max_position_embeddings=2 * SLOW,
         eos_token_id=EOS,
         initializer_range=0.2,
     )
@@ -109,9 +161,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     spec = EngineSpec(str(folder), CONFIG.rollout, 40, 0, "cpu", RouteCapture(SHAPE, store, (1, 1)))
     plain, ready = start_engine(spec)
     staggered = ray.remote(StaggeredEngine).options(num_cpus=0).remote(spec)
-    assert ray.get([ready, staggered.start.remote()])[0]["routes"]
-    yield Cluster(folder, store, plain, staggered)
+    longer = FREE.rollout.model_copy(update={"max_response_tokens": SLOW})
+    unequal = ray.remote(UnequalEngine).options(num_cpus=0).remote(replace(spec, rollout=longer))
+    started = ray.get([ready, staggered.start.remote(), unequal.start.remote()])
+    assert started[0]["routes"]
+    yield Cluster(folder, store, plain, staggered, unequal)
     ray.shutdown()
+
+
+def generate(
+    generator: Generator, problems: list[Prompt], step: int, round: int = 0
+) -> tuple[Batch, list[Rollout], list[str]]:
+    """All groups, as a batch, as rollouts and as names, in the order of the problems."""
+    found = [group for group in generator.stream(problems, step, round) if group is not None]
+    groups = sorted(found, key=lambda group: group.index)
+    assert [group.index for group in groups] == list(range(len(problems)))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return build_batch(rollouts, 4), rollouts, [name for group in groups for name in group.names]
 
 
 def routes_of(rollouts: list[Rollout]) -> list[np.ndarray[Any, Any]]:
@@ -123,12 +189,12 @@ def routes_of(rollouts: list[Rollout]) -> list[np.ndarray[Any, Any]]:
 def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
     problems = prompts(7)
     generator = Generator([cluster.plain, cluster.staggered], CONFIG)
-    batch, rollouts, names = generator.generate(problems, step=0)
+    batch, rollouts, names = generate(generator, problems, step=0)
     assert batch.num_sequences == len(rollouts) == len(set(names)) == 28
     assert names[5] == f"prompt {problems[1].id[:12]} sample 1"
     cut = [rollout.finish_reason == "length" for rollout in rollouts]
     assert batch.truncated is not None and batch.truncated.tolist() == cut
-    _, again, others = generator.generate(problems[:1], step=0, round=1)
+    _, again, others = generate(generator, problems[:1], step=0, round=1)
     assert not set(others) & set(names)
     assert [r.response_tokens for r in again] != [r.response_tokens for r in rollouts[:4]]
     for i, rollout in enumerate(rollouts):
@@ -151,7 +217,7 @@ def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
 def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
     """Row t is about token t: shifted by one, or layers swapped, agreement falls to chance."""
     model = Qwen3MoeForCausalLM.from_pretrained(cluster.model, dtype=torch.float32).eval()
-    _, rollouts, _ = Generator([cluster.plain], CONFIG).generate(prompts(6), step=1)
+    _, rollouts, _ = generate(Generator([cluster.plain], CONFIG), prompts(6), step=1)
     hits, differences = [], []
     for rollout, routes in zip(rollouts, routes_of(rollouts), strict=True):
         tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
@@ -171,12 +237,12 @@ def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
 def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_arrive(
     cluster: Cluster,
 ) -> None:
-    Generator([cluster.staggered], CONFIG).generate(prompts(5), step=9)  # another history
+    generate(Generator([cluster.staggered], CONFIG), prompts(5), step=9)  # another history
     seen = set()
     for step in range(3):
         results = []
         for engine in (cluster.plain, cluster.staggered):
-            _, rollouts, _ = Generator([engine], CONFIG).generate(prompts(20), step)
+            _, rollouts, _ = generate(Generator([engine], CONFIG), prompts(20), step)
             results.append(
                 (
                     [r.response_tokens for r in rollouts],
@@ -194,10 +260,69 @@ def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_a
     assert ray.get(cluster.staggered.num_finished_early.remote()) == 0
 
 
+def test_over_sampling_keeps_what_finishes_first_and_aborts_the_rest(cluster: Cluster) -> None:
+    generator = Generator([cluster.unequal], FREE)
+    problems = [replace(p, id="slow") if i in (0, 3) else p for i, p in enumerate(prompts(6))]
+    for round in range(2):
+        groups = [g for g in generator.stream(problems, 0, round, keep=4) if g is not None]
+        assert sorted(group.index for group in groups) == [1, 2, 4, 5]
+        for group in groups:
+            assert [len(rollout.response_tokens) for rollout in group.rollouts] == [3] * 4
+            assert [r.prompt_tokens for r in group.rollouts] == [
+                problems[group.index].prompt_tokens
+            ] * 4
+            assert all(problems[group.index].id[:12] in name for name in group.names)
+        # Nothing of the slow ones goes on: not in the engine, nor when weights are to be replaced.
+        assert ray.get(cluster.unequal.in_vllm.remote()) == 0
+    found = routes_of([rollout for group in groups for rollout in group.rollouts])
+    assert [len(routes) for routes in found] == [
+        len(rollout.prompt_tokens) + 2 for group in groups for rollout in group.rollouts
+    ]
+    # A call whose requests are still on their way to vLLM is given up, too, and nothing later.
+    slow = [Request((2, 3), i, "slow", i) for i in range(200)]
+    sampling = SamplingParams(temperature=1.0, max_tokens=3, capture_routes=True)
+    call, _ = cluster.unequal.generate.remote(slow, sampling), cluster.unequal.abort.remote()
+    assert ray.get(call, timeout=60) is None
+    later = [Request((2, 3), i, "quick", i) for i in range(2)]
+    assert len(ray.get(cluster.unequal.generate.remote(later, sampling))) == 2
+
+
+def test_weights_are_not_replaced_under_a_request(cluster: Cluster) -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=SLOW)
+    call = cluster.unequal.generate.remote([Request((2, 3), 0, "slow", 0)], sampling)
+    with pytest.raises(RuntimeError, match="1 requests would see two versions"):
+        ray.get(cluster.unequal.start_weight_sync.remote())
+    ray.get(cluster.unequal.abort.remote())
+    assert ray.get(call) is None
+
+
+def test_calls_go_to_the_engine_that_has_room(cluster: Cluster) -> None:
+    actor = ray.remote(Clerk).options(num_cpus=0)
+    clerks = [actor.remote(0.02), actor.remote(0.2)]
+    sampling = SamplingParams(temperature=1.0, max_tokens=1)
+    calls = [Call([i], [Request((i,), i, "p", i)]) for i in range(40)]
+    found = [done for done in Dispatcher(clerks, 30.0).run(calls, sampling, 0) if done is not None]
+    assert sorted(call.groups[0] for call, _ in found) == list(range(40))
+    assert all(rollouts == call.requests for call, rollouts in found)
+    (most, quick, _), (most_slow, slow, _) = ray.get([c.counts.remote() for c in clerks])
+    assert most == most_slow == 4  # twice what they run at once
+    assert quick + slow == 40 and quick > 2 * slow
+    # One engine alone has them all at once; one that says nothing is named.
+    alone = [actor.remote(0.02), actor.remote(600.0)]
+    assert len([d for d in Dispatcher(alone[:1], 30.0).run(calls, sampling, 0) if d]) == 40
+    assert ray.get(alone[0].counts.remote())[0] == 40
+    with pytest.raises(RuntimeError, match="rollout engine 1 did not answer within 1 s in step 7"):
+        list(Dispatcher(alone, 1.0).run(calls, sampling, 7))
+    assert ray.get(alone[1].counts.remote()) == (4, 0, 1)
+
+
 def test_greedy_responses_carry_neither_logprobs_nor_routes(cluster: Cluster) -> None:
     generator = Generator([cluster.plain], CONFIG)
     first, second = generator.greedy(prompts(3)), generator.greedy(prompts(3))
     assert first == second and len(first) == 3
+    many = prompts(40)  # in several calls
+    answered = Generator([cluster.unequal, cluster.plain], FREE).greedy(many)
+    assert [r.prompt_tokens for r in answered] == [prompt.prompt_tokens for prompt in many]
     assert all(r.logprobs is None and r.routes is None for r in first)
 
 
@@ -212,14 +337,14 @@ def test_a_refused_request_leaves_the_engine_usable(cluster: Cluster) -> None:
 def test_a_dead_engine_is_named_and_its_routes_live_on(cluster: Cluster) -> None:
     """Last, since it takes an engine away."""
     generator = Generator([cluster.plain, cluster.staggered], CONFIG)
-    _, rollouts, _ = Generator([cluster.staggered], CONFIG).generate(prompts(3), step=0)
+    _, rollouts, _ = generate(Generator([cluster.staggered], CONFIG), prompts(3), step=0)
     before = [array.tobytes() for array in routes_of(rollouts)]
     actor = psutil.Process(ray.get(cluster.staggered.capabilities.remote())["pid"])
     for child in actor.children(recursive=True):
         child.kill()
     with pytest.raises(RuntimeError, match="engine process is dead"):
-        generator.generate(prompts(2), step=0)
+        generate(generator, prompts(2), step=0)
     ray.kill(cluster.staggered)
     with pytest.raises(RuntimeError, match="rollout engine 1 died in step 4"):
-        generator.generate(prompts(2), step=4)
+        generate(generator, prompts(2), step=4)
     assert [array.tobytes() for array in routes_of(rollouts)] == before

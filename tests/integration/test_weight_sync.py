@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights import receiver
+from rltrain.weights.broadcast import BroadcastSender, Group
 from rltrain.weights.digest import check_same
-from rltrain.weights.transport import SHARED_MEMORY, Bucket, BucketWriter
+from rltrain.weights.shared_memory import SHARED_MEMORY, ShmSender
+from rltrain.weights.transport import Bucket, BucketStream, Sender
 from tests.distributed.tiny_families import make
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
@@ -147,33 +150,61 @@ def digest(engine: LLM) -> dict[str, str]:
 
 
 def buckets(weights: Weights) -> Iterator[Bucket]:
-    with BucketWriter(iter(weights.items()), BUCKET_BYTES) as writer:
-        while (bucket := writer.next_bucket()) is not None:
+    stream = BucketStream(iter(weights.items()), ShmSender(), BUCKET_BYTES)
+    try:
+        while (bucket := stream.next_bucket()) is not None:
             yield bucket
+    finally:
+        stream.close()
 
 
-def sync(engine: LLM, weights: Weights, spoil: Callable[[Bucket], None] | None = None) -> None:
+def sync(
+    engine: LLM,
+    weights: Weights,
+    spoil: Callable[[Bucket], None] | None = None,
+    sender: Sender | None = None,
+) -> None:
+    """As the controller syncs: the sender is one bucket ahead, in a thread of its own."""
     engine.start_weight_update()
-    for bucket in buckets(weights):
-        if spoil:
-            spoil(bucket)
-        engine.update_weights({"update_info": dict(bucket)})
+    stream = BucketStream(iter(weights.items()), sender or ShmSender(), BUCKET_BYTES)
+    bucket = stream.next_bucket()
+    with ThreadPoolExecutor(1) as thread:
+        while bucket is not None:
+            if spoil:
+                spoil(bucket)
+            following = thread.submit(stream.next_bucket)
+            engine.update_weights({"update_info": dict(bucket)})
+            bucket = following.result()
     engine.finish_weight_update()
+    stream.close()
     assert engine.reset_prefix_cache()
+
+
+def join(engine: LLM, folder: Path) -> Group:
+    """The sender's end of a group of it and the engine."""
+    file = str(folder / "group")
+    info = {"file": file, "first_rank": 1, "size": 2, "timeout_s": 60.0}
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(Group, file, 0, 2, torch.device("cpu"), 60.0)
+        engine.init_weight_transfer_engine({"init_info": info})
+        return joining.result()
 
 
 # The CPU kernel pads experts of 48 to 64. In fp32 an output head, tied or not, multiplies by a
 # packed copy of its weights, which no digest sees.
 @pytest.mark.parametrize(
-    ("dtype", "expert_size", "tied"), [("float32", 64, True), ("bfloat16", 48, False)]
+    ("dtype", "expert_size", "tied", "carrier"),
+    [("float32", 64, True, "shm"), ("bfloat16", 48, False, "broadcast")],
 )
 def test_syncs_in_a_row_equal_fresh_engines(
-    make_model: MakeModel, dtype: str, expert_size: int, tied: bool
+    make_model: MakeModel, dtype: str, expert_size: int, tied: bool, carrier: str, tmp_path: Path
 ) -> None:
     engine = LLM(**arguments(make_model(0, dtype, expert_size, tied)[0], dtype))
+    group = join(engine, tmp_path) if carrier == "broadcast" else None
     for seed in (1, 2):
         folder, weights = make_model(seed, dtype, expert_size, tied)
-        sync(engine, weights)
+        cpu = torch.device("cpu")
+        sync(engine, weights, sender=group and BroadcastSender(group, cpu, BUCKET_BYTES))
         fresh = LLM(**arguments(folder, dtype))
         check_same(digest(engine), digest(fresh))
         assert generate(engine) == generate(fresh)
@@ -225,8 +256,7 @@ def test_a_flipped_bit_is_refused_and_ends_the_engine(make_model: MakeModel) -> 
     engine = LLM(**arguments(folder, "bfloat16"))
 
     def flip(bucket: Bucket) -> None:
-        assert bucket["segment"] is not None
-        with open(SHARED_MEMORY / bucket["segment"], "r+b") as segment:
+        with open(SHARED_MEMORY / bucket["payload"]["segment"], "r+b") as segment:
             byte = segment.read(1)[0]
             segment.seek(0)
             segment.write(bytes([byte ^ 4]))
@@ -235,6 +265,21 @@ def test_a_flipped_bit_is_refused_and_ends_the_engine(make_model: MakeModel) -> 
         sync(engine, weights, spoil=flip)
     with pytest.raises(RuntimeError, match="start a new engine"):
         sync(engine, weights)
+
+
+def test_a_changed_broadcast_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    folder, weights = make_model(0, "bfloat16")
+    engine = LLM(**arguments(folder, "bfloat16"))
+    cpu = torch.device("cpu")
+    sender = BroadcastSender(join(engine, tmp_path), cpu, BUCKET_BYTES)
+
+    def flip(bucket: Bucket) -> None:
+        sender._slots.buffers[bucket["index"] % 2][40] ^= 4
+
+    with pytest.raises(
+        ValueError, match=r"bucket 0 arrived changed: expected \d+ bytes with check"
+    ):
+        sync(engine, weights, spoil=flip, sender=sender)
 
 
 def test_async_engine(make_model: MakeModel) -> None:

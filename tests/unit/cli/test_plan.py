@@ -1,5 +1,6 @@
 """``rltrain plan`` says what a run needs, what does not fit, and starts nothing."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,20 +27,41 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int) ->
     return capsys.readouterr().out
 
 
-def test_the_tiny_recipe_fits_one_gpu_that_the_engine_shares(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_tiny_recipe_fits_one_gpu_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "+recipe=grpo_moe_r3", "--gpus", "1", status=0)
     assert "64 prompts x 8 responses = 512 sequences a step = 4 updates x 128" in text
     assert "model: qwen3_moe, 2,643,328 parameters, 4 layers, 32 experts, 4 a token" in text
-    text = printed(capsys, "+recipe=grpo_moe_r3", "--gpus=1", "--gpu-memory-gib=10", status=1)
-    assert "policy rank of stage 0: " in text  # 0.4 of the card is the engine's
+    assert "  engines: 1 x 1 = 1 ranks, in turns with the policy on its GPUs\n  GPUs: 1," in text
+
+
+def test_turns_on_one_gpu_are_added_up(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = [RECIPE, "cluster.placement=colocated", "--gpu-memory-gib=139.8"]
+    text = printed(capsys, *shared, status=0)
+    assert "  GPUs: 6," in text
+    alone, outside = float(re.findall(r"([\d.]+) GiB the fullest policy rank", text)[0]), 3.843
+    turns = text.partition("by turn\n")[2].splitlines()
+    sizes = [float(line.split()[0]) for line in turns[:4]]
+    assert sizes[:2] == pytest.approx([125.820 + outside + 3, alone + 3], abs=6e-3)
+    assert sizes[2] == pytest.approx(10.150 + 28.447 + outside + 3, abs=2e-3)
+    # Of 16 layers with 57.45 GiB of optimizer state, 12 bytes for 2 of a parameter.
+    assert sizes[3] == pytest.approx(2 * (3 * 10.150 + 3 * 57.450), rel=0.02)
+
+    # Alone it would fit.
+    tight = printed(capsys, *shared[:2], f"--gpu-memory-gib={sizes[1] - 0.1}", status=1)
+    assert "policy rank of stage 2: 0.10 GiB too much" in tight
+
+    often = printed(capsys, *shared, "trainer.sync_every=2", status=0).partition("by turn\n")[2]
+    kept = float(often.splitlines()[3].split()[0]) - sizes[3]
+    assert kept == pytest.approx(2 * 28.447, abs=2e-3)
 
 
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        (["--gpus=7"], "the run needs 8 GPUs, there are 7: lower policy.parallel"),
+        (["--gpus=5"], "expected 8 (disaggregated) or 6 (colocated) GPUs, found 5"),
+        (["--gpus=7", "cluster.placement=disaggregated"], "expected 8 (disaggregated) GPUs, found"),
+        # Alone on its GPUs it would fit.
+        (["--gpus=7", "rollout.gpu_memory_utilization=0.97"], "engine rank: 2.65 GiB too much"),
         (["policy.recompute=none"], "most is activations"),
         (["policy.max_tokens_per_micro_batch=131072"], "most is a layer at work"),
         (["rollout.gpu_memory_utilization=0.99"], "lower rollout.gpu_memory_utilization"),

@@ -110,6 +110,11 @@ IMPOSSIBLE = [
         "use a horizon above 6",
         "an adaptive kl stays positive",
     ),
+    (
+        {"rollout.deterministic": True, "rollout.oversample": 0.25},
+        "oversample=0.25 keeps the groups that finish first",
+        "what finishes first is not deterministic",
+    ),
     *[
         (
             {f"rollout.engine_args.{option}": value},
@@ -135,6 +140,16 @@ IMPOSSIBLE = [
     ),
     ({"rollout.top_p": 0.9}, "top_p=0.9", "sampling matches training"),
     ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),
+    (
+        {"rollout.expert_parallel": True},
+        "over tensor_parallel ranks, found 1",
+        "experts are shared out over ranks",
+    ),
+    (
+        {"rollout.engine_args": {"data_parallel_size": 2}},
+        "data_parallel_size=2: vLLM would answer for the first",
+        "an engine has one copy of the weights",
+    ),
     (
         {"rollout.quantization": "fp8", "rollout.dtype": "float32"},
         "found dtype=float32",

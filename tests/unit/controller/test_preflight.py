@@ -12,6 +12,7 @@ from rltrain.config import Config
 from rltrain.controller.preflight import (
     Sizes,
     check_data,
+    check_expert_parallel,
     check_imported,
     check_layout,
     check_output,
@@ -98,6 +99,16 @@ def test_a_dense_model_has_nothing_to_replay(mode: str, tmp_path: Path) -> None:
         preflight(compose([model, folder, "routing_replay.capture=false"]))
 
 
+def test_engine_ranks_share_the_experts_out_on_gpus() -> None:
+    config = with_layout(rollout={"tensor_parallel": 2, "expert_parallel": True})
+    check_expert_parallel(config, MOE, "cuda")
+    with pytest.raises(ValueError, match=r"expert_parallel=true: expected a GPU, found"):
+        check_expert_parallel(config, MOE, "cpu")
+    for found in (0, 33):
+        with pytest.raises(ValueError, match=rf"divisor of the model's experts, found {found} exp"):
+            check_expert_parallel(config, MOE._replace(num_experts=found), "cuda")
+
+
 def test_the_layout_divides_the_model() -> None:
     check_layout(with_layout(tp=2, dp=4, ep=8), MOE)
     with pytest.raises(ValueError, match="tp=4: expected a divisor of the 2 key-value heads"):
@@ -148,6 +159,21 @@ def test_ranks_fit_the_cores() -> None:
 
 def test_supervised_steps_need_no_engine_rank() -> None:
     check_ranks(with_layout(dp=8, algorithm={"type": "sft"}), "cpu", cores=2, gpus=0)
+
+
+def test_weights_have_a_way_to_the_engines() -> None:
+    ipc, broadcast = ({"weight_transfer": carrier} for carrier in ("ipc", "broadcast"))
+    check_ranks(with_layout(rollout=broadcast), "cpu", cores=2, gpus=0)
+    with pytest.raises(ValueError, match=r"weight_transfer=ipc: .* found a run on CPUs"):
+        check_ranks(with_layout(rollout=ipc), "cpu", cores=2, gpus=0)
+    check_ranks(with_layout(rollout=ipc), "cuda", cores=1, gpus=1)
+    with pytest.raises(ValueError, match=r"weight_transfer=broadcast: .* some that share"):
+        check_ranks(with_layout(rollout=broadcast), "cuda", cores=1, gpus=1)
+    check_ranks(with_layout(rollout=broadcast), "cuda", cores=1, gpus=2)
+    with pytest.raises(ValueError, match=r"weight_transfer=ipc: .* found engines on GPUs of their"):
+        check_ranks(with_layout(rollout=ipc), "cuda", cores=1, gpus=2)
+    supervised = with_layout(rollout=ipc, algorithm={"type": "sft"})
+    check_ranks(supervised, "cuda", cores=1, gpus=2)
 
 
 def test_ranks_fit_the_gpus() -> None:

@@ -5,7 +5,7 @@ only rewards matter.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import sampling
 from rltrain.controller.sampling import Sampler, teaching_rows
+from rltrain.environments.pool import RewardResult
+from rltrain.rollout.generator import Group
+from rltrain.rollout.types import Rollout
 from rltrain.tracking.timers import StepTimer
 
 G, WANTED = 2, 3
@@ -23,44 +26,60 @@ G, WANTED = 2, 3
 
 @dataclass
 class Answers:
-    """Groups of rewards, round by round."""
+    """Groups, round by round, in the order in which they finish."""
 
     rounds: Sequence[Sequence[tuple[float | None, float | None]]]
+    order: Sequence[int] = ()
     asked: list[int] = field(default_factory=list)
 
-    def generate(
-        self, problems: Any, step: int, round: int
-    ) -> tuple[Batch, list[float | None], list[str]]:
+    def stream(self, problems: Any, step: int, round: int, keep: int) -> Iterator[Group | None]:
         self.asked.append(round)
-        rewards = [r for group in self.rounds[round] for r in group]
-        n = len(rewards)
-        batch = Batch(
-            tokens=torch.arange(2 * n) + 100 * round,
-            seq_lens=torch.full((n,), 2),
-            response_mask=torch.tensor([False, True]).repeat(n),
-            group_ids=torch.arange(n) // G,
-            truncated=torch.zeros(n, dtype=torch.bool),
-        )
-        return batch, rewards, [f"round {round} sequence {i}" for i in range(n)]
+        finished = self.order[:keep] or range(len(problems))
+        for index in finished:
+            tokens = [100 * round + 2 * (G * index + sample) for sample in range(G)]
+            yield None
+            yield Group(
+                index,
+                [Rollout((t,), (t + 1,), (-1.0,), "stop", 0, None) for t in tokens],
+                [f"round {round} sequence {G * index + sample}" for sample in range(G)],
+            )
 
 
 @dataclass
-class Judged:
-    value: float | None
-    status: str = "ok"
+class Pool:
+    """Rewards by the first token of a response, when they are collected."""
+
+    rewards: Sequence[Sequence[tuple[float | None, float | None]]]
+    submitted: list[int] = field(default_factory=list)
+    polls: int = 0
+
+    def submit(self, tokens: Sequence[int]) -> None:
+        self.submitted += tokens
+
+    def poll(self) -> None:
+        self.polls += 1
+
+    def collect(self) -> list[RewardResult]:
+        found = [self.rewards[t // 100][t % 100 // 2 // G][t // 2 % G] for t in self.submitted]
+        self.submitted = []
+        return [RewardResult(r, "ok" if r is not None else "timeout", "", 0.0) for r in found]
 
 
-def sampler(rounds: Any, max_rounds: int, monkeypatch: pytest.MonkeyPatch) -> Sampler:
+def sampler(
+    rounds: Any, max_rounds: int, monkeypatch: pytest.MonkeyPatch, order: Sequence[int] = ()
+) -> Sampler:
     values = {
         "trainer": {"prompts_per_step": WANTED},
         "algorithm": {"group_size": G, "dynamic_sampling": {"max_rounds": max_rounds}},
+        "rollout": {"oversample": 1.0 if len(rounds[0]) > WANTED else 0.0},
     }
     monkeypatch.setattr(
-        sampling, "judge", lambda pool, tokenizer, problems, rewards: [Judged(r) for r in rewards]
+        sampling, "judged", lambda tokenizer, problem, group: [r.prompt_tokens[0] for r in group]
     )
-    prompts: Any = iter(lambda: ["problem"] * WANTED, None)
+    prompts: Any = iter(lambda: ["problem"] * len(rounds[0]), None)
     config, unused = Config.model_validate(values), Any
-    return Sampler(config, prompts, Answers(rounds), unused, unused)  # type: ignore[arg-type]
+    answers: Any = Answers(rounds, order)
+    return Sampler(config, prompts, answers, Pool(rounds), unused)  # type: ignore[arg-type]
 
 
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
@@ -83,6 +102,7 @@ def test_it_refills_and_stops_when_enough_groups_teach(monkeypatch: pytest.Monke
     assert groups.tolist() == [1, 1, 2, 2, 3, 3]
     assert found.names[:3] == ["round 0 sequence 2", "round 0 sequence 3", "round 1 sequence 0"]
     assert found.batch.tokens[:4].tolist() == [4, 5, 6, 7]
+    assert "rollout/aborted_groups" not in metrics
     assert metrics["group/rounds"] == 2
     assert metrics["group/kept_fraction"] == WANTED / 6
     assert metrics["reward/mean"] == pytest.approx((5 + 3) / 12)  # of all that was sampled
@@ -105,6 +125,37 @@ def test_where_nothing_teaches_nothing_is_learned(monkeypatch: pytest.MonkeyPatc
     (loss_mask,) = found.batch.require("loss_mask")
     assert found.batch.num_sequences == WANTED * G and not loss_mask.any()
     assert metrics["group/kept_fraction"] == 0
+
+
+def test_what_finishes_first_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [[(0.25, 0.5), (None, 1.0), (0.0, 0.75)]]
+    found = []
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        made = sampler(rounds, 0, monkeypatch, order)
+        sampled, metrics = made.sample(1, StepTimer())
+        rewards, loss_mask = sampled.batch.require("rewards", "loss_mask")
+        assert rewards.nan_to_num(-1).tolist() == [0.25, 0.5, -1, 1.0, 0.0, 0.75]
+        assert sampled.num_timeouts == 1
+        assert made.pool.polls == 2 * WANTED  # type: ignore[attr-defined]  # while it waits, too
+        found.append((sampled.batch.tokens.tolist(), loss_mask.tolist(), sampled.names, metrics))
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_groups_that_finish_first_are_kept_with_their_own_rewards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds = [[SAME, (0.1, 0.2), MIXED, (0.3, 0.4), SAME, (0.5, 0.6)]] * 2
+    sampled, metrics = sampler(rounds, 0, monkeypatch, [5, 3, 1, 0, 2, 4]).sample(1, StepTimer())
+    rewards, groups = sampled.batch.require("rewards", "group_ids")
+    assert rewards.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert groups.tolist() == [0, 0, 1, 1, 2, 2]
+    assert sampled.batch.tokens.tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
+    assert metrics["rollout/aborted_groups"] == 3
+    made = sampler(rounds, 2, monkeypatch, [4, 0, 2, 1, 3, 5])  # one group of a round teaches
+    sampled, metrics = made.sample(1, StepTimer())
+    assert sampled.batch.num_sequences == 2 * G
+    assert metrics["rollout/aborted_groups"] == 6
+    assert metrics["group/kept_fraction"] == 2 / 6
 
 
 def test_a_failed_reward_is_no_difference() -> None:

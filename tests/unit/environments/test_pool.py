@@ -45,6 +45,21 @@ def test_results_come_in_order_whoever_finishes_first():
     assert [r.value for r in again] == [7.0]
 
 
+def test_work_goes_on_while_more_is_submitted():
+    with pool_of(num_workers=2) as pool:
+        pool.submit(samples("sleep 0.4", "is 1", "is 2"))
+        deadline = time.monotonic() + 5
+        while len(pool._results) < 2 and time.monotonic() < deadline:
+            pool.poll()
+        pool.submit(samples("is 3"))
+        assert sorted(pool._results) == [1, 2]  # the first still sleeps, and nobody waits for it
+        assert [r.value for r in pool.collect()] == [0.4, 1, 2, 3]
+        assert pool.collect() == []
+        pool.submit(samples("sleep 0.1"))
+        assert any(worker.assigned for worker in pool._workers)  # at once
+        assert [r.value for r in pool.collect()] == [0.1]
+
+
 def test_no_samples_are_no_results():
     with pool_of("exact") as pool:
         assert pool.score([]) == []

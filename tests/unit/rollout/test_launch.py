@@ -52,6 +52,13 @@ def test_engine_options_are_passed_on() -> None:
     assert args["max_num_seqs"] == 4
 
 
+def test_an_engine_sleeps_or_shares_experts_out_only_if_asked_to() -> None:
+    plain = chosen_args(with_rollout("cuda", tensor_parallel=2))
+    asked = with_rollout("cuda", tensor_parallel=2, expert_parallel=True)
+    added = {"enable_sleep_mode": True, "enable_expert_parallel": True}
+    assert chosen_args(replace(asked, sleeps=True)) == plain | added
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 

@@ -1,18 +1,28 @@
-"""Tensors through shared memory: exact, bounded, checked, and gone afterwards."""
+"""Tensors from one process to another: exact, bounded, checked, and gone afterwards.
+
+The carrier "ipc" needs a GPU; what it shares with "broadcast" is tested here.
+"""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rltrain.weights.transport import SHARED_MEMORY, Bucket, BucketWriter, read_bucket
+from rltrain.weights.broadcast import BroadcastReceiver, BroadcastSender, Group
+from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
+from rltrain.weights.shared_memory import SHARED_MEMORY, ShmSender, read_segment
+from rltrain.weights.transport import Bucket, BucketStream, Sender, merged
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+CPU = torch.device("cpu")
+Received = list[tuple[str, torch.Tensor]]
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -29,27 +39,58 @@ def segments() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob(f"rltrain-*-{os.getpid()}-*")}
 
 
-def transfer(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> list[list[str]]:
-    """Send and check ``tensors``; return the names by bucket."""
+def shm(bucket_bytes: int) -> tuple[Sender, Callable[[Bucket], Received]]:
+    return ShmSender(), lambda bucket: list(read_segment(bucket))
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
+    """Sender and receiver; each of them is made in a thread, for they wait for one another."""
+    file = str(tmp_path_factory.mktemp("group") / "file")
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rank: Group(file, rank, 2, CPU, 60.0), range(2)))
+
+
+def transfer(
+    sender: Sender,
+    read: Callable[[Bucket], Received],
+    tensors: dict[str, torch.Tensor],
+    bucket_bytes: int,
+) -> list[list[str]]:
+    """Send and check ``tensors`` as the controller does; return the names by bucket."""
     names = []
-    with BucketWriter(iter(tensors.items()), bucket_bytes) as writer:
-        while (bucket := writer.next_bucket()) is not None:
-            assert len(segments()) == 1
-            over_the_wire: Bucket = json.loads(json.dumps(bucket))
-            received = dict(read_bucket(over_the_wire))
+    stream = BucketStream(iter(tensors.items()), sender, bucket_bytes)
+    bucket = stream.next_bucket()
+    with ThreadPoolExecutor(1) as threads:
+        while bucket is not None:
+            reading = threads.submit(read, json.loads(json.dumps(bucket)))
+            following = stream.next_bucket()
+            assert len(segments()) <= 2
+            received = dict(reading.result())
             for name, tensor in received.items():
-                assert tensor.dtype == tensors[name].dtype
-                assert torch.equal(tensor, tensors[name])
+                assert tensor.dtype == tensors[name].dtype and tensor.shape == tensors[name].shape
+                raw = [x.contiguous().view(-1).view(torch.uint8) for x in (tensor, tensors[name])]
+                assert torch.equal(*raw)
             names.append(list(received))
             assert bucket["index"] == len(names) - 1
             assert bucket["last"] == (sum(map(len, names)) == len(tensors))
+            bucket = following
+    stream.close()
     return names
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000, 2**20])
-def test_every_tensor_arrives_once_in_order(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("carrier", ["shm", "broadcast"])
+@pytest.mark.parametrize("bucket_bytes", [16, 112, 1008, 2**20])
+def test_every_tensor_arrives_once_in_order(
+    carrier: str, bucket_bytes: int, groups: list[Group]
+) -> None:
     tensors = some_tensors()
-    buckets = transfer(tensors, bucket_bytes)
+    if carrier == "shm":
+        sender, read = shm(bucket_bytes)
+    else:
+        sender = BroadcastSender(groups[0], CPU, bucket_bytes)
+        read = BroadcastReceiver(groups[1], CPU).read
+    buckets = transfer(sender, read, tensors, bucket_bytes)
     assert [name for names in buckets for name in names] == list(tensors)
     for names in buckets:
         sizes = [tensors[name].nbytes for name in names if tensors[name].nbytes]
@@ -57,57 +98,113 @@ def test_every_tensor_arrives_once_in_order(bucket_bytes: int) -> None:
     assert segments() == set()
 
 
+def test_a_bucket_is_there_until_the_next_but_one() -> None:
+    tensors = {f"{i}": torch.full((4,), i) for i in range(3)}
+    stream = BucketStream(iter(tensors.items()), ShmSender(), 16)
+    first, second = stream.next_bucket(), stream.next_bucket()
+    assert first is not None and second is not None
+    assert torch.equal(dict(read_segment(first))["0"], tensors["0"])
+    assert stream.next_bucket() is not None
+    with pytest.raises(ValueError, match="is not here"):
+        list(read_segment(first))
+    assert torch.equal(dict(read_segment(second))["1"], tensors["1"])
+    assert stream.next_bucket() is None
+    assert len(segments()) == 2
+    stream.close()
+    assert segments() == set()
+
+
 def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
     taken: dict[bool, list[int]] = {True: [], False: []}
 
-    def stream(write: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(sends: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in some_tensors().items():
-            taken[write][-1] += 1
+            taken[sends][-1] += 1
             yield name, tensor
 
-    for write, counts in taken.items():
+    for sends, counts in taken.items():
         counts.append(0)
-        with BucketWriter(stream(write), 200, write=write) as writer:
+        buckets = BucketStream(stream(sends), ShmSender() if sends else None, 200)
+        for _ in range(9):
             counts.append(0)
-            while (bucket := writer.next_bucket()) is not None:
-                assert (bucket["segment"] is None) == (bucket["tensors"] == []) == (not write)
-                counts.append(0)
+            assert (buckets.next_bucket() is not None) <= sends
+        buckets.close()
     assert taken[True] == taken[False]
-    assert len(taken[True]) > 4
+    assert sum(map(bool, taken[True])) > 4
+
+
+def first_bucket(sender: Sender, tensors: dict[str, torch.Tensor]) -> Bucket:
+    bucket = BucketStream(iter(tensors.items()), sender, 2**20).next_bucket()
+    assert bucket is not None
+    return bucket
 
 
 def test_a_changed_byte_is_found_and_named() -> None:
-    with BucketWriter(iter(some_tensors().items())) as writer:
-        bucket = writer.next_bucket()
-        assert bucket is not None and bucket["segment"] is not None
-        entry = next(e for e in bucket["tensors"] if e["name"] == "big")
-        with open(SHARED_MEMORY / bucket["segment"], "r+b") as segment:
-            segment.seek(entry["offset"] + 17)
-            byte = segment.read(1)[0]
-            segment.seek(entry["offset"] + 17)
-            segment.write(bytes([byte ^ 1]))
-        with pytest.raises(ValueError, match="big arrived changed: expected 3600 bytes"):
-            list(read_bucket(bucket))
+    sender = ShmSender()
+    bucket = first_bucket(sender, some_tensors())
+    entry = next(e for e in bucket["tensors"] if e["name"] == "big")
+    with open(SHARED_MEMORY / bucket["payload"]["segment"], "r+b") as segment:
+        segment.seek(entry["offset"] + 17)
+        byte = segment.read(1)[0]
+        segment.seek(entry["offset"] + 17)
+        segment.write(bytes([byte ^ 1]))
+    with pytest.raises(ValueError, match="big arrived changed: expected 3600 bytes"):
+        list(read_segment(bucket))
+    sender.close()
+
+
+def test_a_changed_byte_of_a_flat_bucket_is_found() -> None:
+    slots = FlatSlots(CPU, 2**12)
+    tensors = dict(list(some_tensors().items())[:6])
+    entries, nbytes = slots.fill(0, iter(tensors.items()))
+    buffer = slots.buffers[0][:nbytes]
+    bucket = Bucket(
+        carrier="broadcast",
+        index=3,
+        last=True,
+        tensors=entries,
+        payload={"checksum": checksum(buffer)},
+    )
+    assert [name for name, _ in unpacked(buffer, bucket)] == list(tensors)
+    buffer[nbytes - 20] ^= 1
+    with pytest.raises(ValueError, match=rf"bucket 3 arrived changed: expected {nbytes} bytes"):
+        unpacked(buffer, bucket)
+
+
+def test_senders_that_disagree_are_refused() -> None:
+    def bucket(gpu: str, of: int) -> Bucket:
+        payload: dict[str, Any] = {"checksum": of, "handles": {gpu: [gpu]}}
+        return Bucket(carrier="ipc", index=2, last=False, tensors=[], payload=payload)
+
+    assert merged([bucket("a", 5), bucket("b", 5)])["payload"]["handles"] == {
+        "a": ["a"],
+        "b": ["b"],
+    }
+    with pytest.raises(ValueError, match="other ones in bucket 2 of sender 1 than in that of"):
+        merged([bucket("a", 5), bucket("b", 6)])
+
+
+def test_a_group_across_hosts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must share one host"):
+        Group(str(tmp_path / "of another host" / "file"), 1, 2, CPU, 60.0)
 
 
 def test_a_segment_cut_short_is_found() -> None:
-    with BucketWriter(iter({"a": torch.zeros(64)}.items())) as writer:
-        bucket = writer.next_bucket()
-        assert bucket is not None and bucket["segment"] is not None
-        os.truncate(SHARED_MEMORY / bucket["segment"], 100)
-        with pytest.raises(ValueError, match=r"a arrived changed: expected 256 bytes.*found 100"):
-            list(read_bucket(bucket))
+    sender = ShmSender()
+    bucket = first_bucket(sender, {"a": torch.zeros(64)})
+    os.truncate(SHARED_MEMORY / bucket["payload"]["segment"], 100)
+    with pytest.raises(ValueError, match=r"a arrived changed: expected 256 bytes.*found 100"):
+        list(read_segment(bucket))
+    sender.close()
 
 
 def test_no_room_is_an_error_before_anything_is_written() -> None:
     huge = torch.zeros(1).expand(2**50)
-    with (
-        BucketWriter(iter([("small", torch.zeros(8)), ("huge", huge)])) as writer,
-        pytest.raises(
-            ValueError, match=r"too small.*huge needs \d+ bytes, found \d+ free.*shm-size"
-        ),
+    stream = BucketStream(iter([("small", torch.zeros(8)), ("huge", huge)]), ShmSender(), 2**20)
+    with pytest.raises(
+        ValueError, match=r"too small.*huge needs \d+ bytes, found \d+ free.*shm-size"
     ):
-        while writer.next_bucket() is not None:
+        while stream.next_bucket() is not None:
             pass
     assert segments() == set()
 
@@ -117,37 +214,38 @@ def test_a_stream_that_fails_leaves_nothing_behind() -> None:
         yield "a", torch.zeros(8)
         raise RuntimeError("a rank died")
 
-    writer = BucketWriter(failing())
+    stream = BucketStream(failing(), ShmSender(), 2**20)
     with pytest.raises(RuntimeError, match="a rank died"):
-        writer.next_bucket()
+        stream.next_bucket()
     assert segments() == set()
 
 
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="no tensor"):
-        BucketWriter(iter([]))
+        BucketStream(iter([]), None, 2**20)
 
 
 @pytest.mark.parametrize("name", [None, "../etc/passwd", "rltrain-1-1-../x", "psm_1234"])
 def test_only_our_own_names_are_opened(name: str | None) -> None:
-    with pytest.raises(ValueError, match="expected a segment that a BucketWriter wrote"):
-        list(read_bucket(Bucket(index=0, segment=name, last=True, tensors=[])))
+    payload = {"segment": name}
+    with pytest.raises(ValueError, match="expected a segment that a ShmSender wrote"):
+        list(read_segment(Bucket(carrier="shm", index=0, last=True, tensors=[], payload=payload)))
 
 
 def test_a_segment_that_is_gone_says_who_must_share_what() -> None:
-    with BucketWriter(iter([("a", torch.zeros(1))])) as writer:
-        bucket = writer.next_bucket()
-    assert bucket is not None
+    sender = ShmSender()
+    bucket = first_bucket(sender, {"a": torch.zeros(1)})
+    sender.close()
     with pytest.raises(ValueError, match="must share one host and one /dev/shm"):
-        list(read_bucket(bucket))
+        list(read_segment(bucket))
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next() -> None:
+def test_what_a_killed_sender_left_is_removed_by_the_next() -> None:
     script = (
         "import os, signal, torch\n"
-        "from rltrain.weights.transport import BucketWriter\n"
-        "writer = BucketWriter(iter([('a', torch.zeros(4))]))\n"
-        "print(writer.next_bucket()['segment'], flush=True)\n"
+        "from rltrain.weights.shared_memory import ShmSender\n"
+        "entries, payload = ShmSender().fill(0, iter([('a', torch.zeros(4))]))\n"
+        "print(payload['segment'], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     killed = subprocess.run(
@@ -155,5 +253,5 @@ def test_what_a_killed_writer_left_is_removed_by_the_next() -> None:
     )
     left = SHARED_MEMORY / Path(killed.stdout.strip()).name
     assert left.exists()
-    with BucketWriter(iter([("a", torch.zeros(4))])):
-        assert not left.exists()
+    ShmSender()
+    assert not left.exists()

@@ -1,0 +1,153 @@
+"""``rltrain bench compare OLD NEW``: what the files of ``benchmarks/`` say has become worse.
+
+A file holds ``ratios``, each a median with its 95 % interval and larger being better, and
+``measured`` numbers, whose names end in their units. One is worse when the two intervals do not
+meet; a number without an interval is judged only where it is exact, which bytes are.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SMALLER_IS_BETTER = ("_seconds", "_ms", "_us", "_bytes", "_mb", "_gb", "_gib")
+LARGER_IS_BETTER = ("_per_second", "_tflops", "_busy_share")
+PARTS = ("benchmark", "settings", "measured", "ratios", "machine")
+MACHINE = ("gpu", "num_gpus", "cpu")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One number, before and after; ``worse`` is None where no judgement is possible."""
+
+    name: str
+    old: str
+    new: str
+    worse: bool | None
+    better: bool = False
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Exit status 1 when something has become worse."""
+    parser = argparse.ArgumentParser(prog="rltrain bench", description=__doc__)
+    parser.add_argument("command", choices=["compare"])
+    parser.add_argument("old", type=Path, help="a result, or a folder of them")
+    parser.add_argument("new", type=Path)
+    options = parser.parse_args(arguments)
+    old, new = read(options.old), read(options.new)
+    if missing := sorted(old.keys() - new.keys()):
+        raise ValueError(f"{options.new}: expected results of {missing} too, as in {options.old}")
+    found = {name: compare(old[name], new[name]) for name in sorted(old)}
+    for name, changes in found.items():
+        sys.stdout.write(
+            "\n".join([name, *notes(old[name], new[name]), *map(line, changes)]) + "\n"
+        )
+    return int(any(change.worse for changes in found.values() for change in changes))
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Results by the name of their benchmark.
+
+    Raises:
+        ValueError: a file is not one, or a folder has none, or two of one benchmark.
+    """
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            given = json.loads(file.read_text())
+            result = {key: given[key] for key in PARTS}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file}: expected what a command of benchmarks/ writes with --out, found "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        name = result["benchmark"]
+        if name in found:
+            raise ValueError(f"{path}: expected one result of {name}, found two; name the files")
+        found[name] = result
+    if not found:
+        raise ValueError(
+            f"{path}: expected a result of benchmarks/ or a folder of them, found none"
+        )
+    return found
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Ratios and, of one and the same machine, what was measured.
+
+    Raises:
+        ValueError: their settings differ.
+    """
+    settings = old["settings"], new["settings"]
+    names = {**settings[0], **settings[1]}
+    if differ := [n for n in names if settings[0].get(n) != settings[1].get(n)]:
+        was, is_now = ({name: s.get(name) for name in differ} for s in settings)
+        raise ValueError(
+            f"{old['benchmark']}: expected the same settings, found {was} and {is_now}"
+        )
+    changes = [_judge(n, was, now, 1) for n, was, now in _pairs(old["ratios"], new["ratios"])]
+    if not _other_machine(old, new):
+        pairs = _pairs(old["measured"], new["measured"])
+        changes += [_judge(n, was, now, _sign(n)) for n, was, now in pairs]
+    return changes
+
+
+def notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What besides the code has changed."""
+    machines = old["machine"], new["machine"]
+    names = sorted({**machines[0], **machines[1]})
+    lines = [
+        f"  {n}: {machines[0].get(n)} -> {machines[1].get(n)}"
+        for n in names
+        if machines[0].get(n) != machines[1].get(n)
+    ]
+    if _other_machine(old, new):
+        lines.append("  another machine: only ratios are compared")
+    return lines
+
+
+def line(change: Change) -> str:
+    verdict = "WORSE" if change.worse else "better" if change.better else ""
+    return f"  {change.name:<40} {change.old:>30} -> {change.new:<30} {verdict}".rstrip()
+
+
+def _pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in {**old, **new}:
+        yield name, old.get(name), new.get(name)
+
+
+def _judge(name: str, old: Any, new: Any, sign: int) -> Change:
+    """What is no longer measured is worse: nobody would see it become so."""
+    if old is None or new is None:
+        return Change(name, _show(old), _show(new), worse=new is None)
+    exact = name.endswith("_bytes")
+    known = all(isinstance(value, Mapping) or exact for value in (old, new))
+    (old_low, old_high), (new_low, new_high) = _bounds(old), _bounds(new)
+    lower, higher = new_high < old_low, new_low > old_high
+    worse, better = (lower, higher) if sign > 0 else (higher, lower)
+    judged = known and sign != 0
+    return Change(name, _show(old), _show(new), worse if judged else None, judged and better)
+
+
+def _sign(name: str) -> int:
+    return 1 if name.endswith(LARGER_IS_BETTER) else -1 if name.endswith(SMALLER_IS_BETTER) else 0
+
+
+def _bounds(value: Any) -> tuple[float, float]:
+    return (value["low"], value["high"]) if isinstance(value, Mapping) else (value, value)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "not measured"
+    if isinstance(value, Mapping):
+        return f"{value['value']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
+    return f"{value:.6g}"
+
+
+def _other_machine(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return any(old["machine"].get(name) != new["machine"].get(name) for name in MACHINE)

@@ -1,0 +1,30 @@
+"""Which way the weights take, by where the run was placed."""
+
+from typing import Literal
+
+import pytest
+
+from rltrain.controller.placement import Placement
+from rltrain.controller.transfer import choose_carrier
+from rltrain.controller.weight_sync import check_shared
+
+CPU = Placement("cpu")
+APART = Placement("cuda", 2, policy=(0,), engines=((1,),))
+SHARED = Placement("cuda", 1, policy=(0,), engines=((0,),))
+
+
+@pytest.mark.parametrize(
+    ("placement", "carrier"), [(CPU, "shm"), (APART, "broadcast"), (SHARED, "ipc")]
+)
+def test_auto_takes_the_fastest(
+    placement: Placement, carrier: Literal["shm", "ipc", "broadcast"]
+) -> None:
+    assert choose_carrier("auto", placement) == carrier
+    assert choose_carrier(carrier, placement) == carrier
+    assert choose_carrier("shm", placement) == "shm"
+
+
+def test_ipc_needs_a_policy_rank_on_every_gpu_of_an_engine() -> None:
+    check_shared(["GPU-b"], ["GPU-a", "GPU-b"])
+    with pytest.raises(ValueError, match=r"ipc: .* found none on \['GPU-c'\]: use .*=broadcast"):
+        check_shared(["GPU-b", "GPU-c"], ["GPU-a", "GPU-b"])
