@@ -2,10 +2,10 @@
 
 import math
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import ray
@@ -29,6 +29,13 @@ class Call:
     engine: int | None = None  # None: whichever has room
 
 
+@dataclass(frozen=True)
+class _Running:
+    call: Call
+    engine: int
+    name: str  # by which the engine can abort it
+
+
 class Dispatcher:
     """Keeps a set of started engines busy.
 
@@ -50,69 +57,72 @@ class Dispatcher:
         Raises:
             RuntimeError: naming the engine that died or is silent.
         """
-        waiting, running = deque(calls), dict[Any, tuple[int, Call]]()
+        waiting, running = deque(calls), dict[Any, _Running]()
+        most = self._most_of_each(calls, step)
         load = Counter(dict.fromkeys(range(len(self.engines)), 0))
         heard = dict.fromkeys(load, time.monotonic())
         try:
             while waiting or running:
-                while waiting and (engine := self._place(waiting[0], load)) is not None:
-                    call = waiting.popleft()
-                    ref = self.engines[engine].generate.remote(call.requests, sampling)
-                    running[ref] = engine, call
+                while waiting and (engine := _place(waiting[0], load, most)) is not None:
+                    call, name = waiting.popleft(), uuid.uuid4().hex
+                    ref = self.engines[engine].generate.remote(call.requests, sampling, name)
+                    running[ref] = _Running(call, engine, name)
                     load[engine] += len(call.requests)
                 ready, _ = ray.wait(list(running), timeout=POLL_S)
                 for ref in ready:
-                    engine, call = running[ref]
-                    rollouts = self._get(ref, engine, step)
+                    engine, call = running[ref].engine, running[ref].call
+                    rollouts: list[Rollout] = self._get(ref, engine, step)
                     del running[ref]
                     load[engine] -= len(call.requests)
                     heard[engine] = time.monotonic()
                     yield call, rollouts
                 if not ready:
-                    self._check_silence(
-                        {engine: heard[engine] for engine, _ in running.values()}, step
-                    )
+                    for engine in {one.engine for one in running.values()}:
+                        if time.monotonic() - heard[engine] > self._timeout_s:
+                            raise self._silent(engine, step)
                     yield None
         finally:
             self._abort(running)
 
-    def _place(self, call: Call, load: Counter[int]) -> int | None:
-        """The engine that is to have the call now."""
-        if call.engine is not None:
-            return call.engine
-        engine = min(load, key=lambda e: (load[e], e))
-        return engine if load[engine] < self._most else None
-
-    @cached_property
-    def _most(self) -> float:
-        if len(self.engines) == 1:
+    def _most_of_each(self, calls: Sequence[Call], step: int) -> float:
+        """How many requests an engine may have before another call goes to it."""
+        if len(self.engines) == 1 or all(call.engine is not None for call in calls):
             return math.inf
         asked = [engine.capabilities.remote() for engine in self.engines]
-        return QUEUED * min(
-            found["max_num_seqs"] for found in ray.get(asked, timeout=self._timeout_s)
-        )
+        found = [self._get(ref, engine, step) for engine, ref in enumerate(asked)]
+        return QUEUED * min(int(capabilities["max_num_seqs"]) for capabilities in found)
 
-    def _get(self, ref: Any, engine: int, step: int) -> list[Rollout]:
+    def _get(self, ref: Any, engine: int, step: int) -> Any:
         try:
-            rollouts: list[Rollout] = ray.get(ref)
+            return ray.get(ref, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise self._silent(engine, step) from error
         except ray.exceptions.RayActorError as error:
             raise RuntimeError(
                 f"rollout engine {engine} died in step {step}, out of memory perhaps; its log and "
                 "the kernel's (dmesg) say more"
             ) from error
-        return rollouts
 
-    def _check_silence(self, heard: dict[int, float], step: int) -> None:
-        for engine, when in heard.items():
-            if time.monotonic() - when > self._timeout_s:
-                raise RuntimeError(
-                    f"rollout engine {engine} did not answer within {self._timeout_s:g} s in step "
-                    f"{step}: raise cluster.call_timeout_s, or look for a hang in its log"
-                )
+    def _silent(self, engine: int, step: int) -> RuntimeError:
+        return RuntimeError(
+            f"rollout engine {engine} did not answer within {self._timeout_s:g} s in step {step}: "
+            "raise cluster.call_timeout_s, or look for a hang in its log"
+        )
 
-    def _abort(self, running: dict[Any, tuple[int, Call]]) -> None:
+    def _abort(self, running: dict[Any, _Running]) -> None:
         """No request is in flight afterwards, unless an engine hangs."""
-        engines = {engine for engine, _ in running.values()}
-        refs = [*running, *(self.engines[engine].abort.remote() for engine in engines)]
+        names: dict[int, list[str]] = {}
+        for one in running.values():
+            names.setdefault(one.engine, []).append(one.name)
+        refs = [self.engines[engine].abort.remote(calls) for engine, calls in names.items()]
         if refs:
+            refs += running
             ray.wait(refs, num_returns=len(refs), timeout=ABORT_S)
+
+
+def _place(call: Call, load: Counter[int], most: float) -> int | None:
+    """The engine that is to have the call now."""
+    if call.engine is not None:
+        return call.engine
+    engine = min(load, key=lambda e: (load[e], e))
+    return engine if load[engine] < most else None

@@ -58,8 +58,8 @@ class RolloutEngine:
         self._weight_version = 0
         self._syncing = False
         self._turn = asyncio.Lock() if spec.rollout.deterministic else nullcontext()
-        self._in_flight: set[str] = set()  # vLLM's names of requests
-        self._aborts = 0
+        self._in_flight: dict[str, list[str]] = {}  # by call, vLLM's names of its requests
+        self._aborted: set[str] = set()  # calls
 
     async def start(self) -> dict[str, Any]:
         """Load the model; return ``capabilities()``.
@@ -120,8 +120,8 @@ class RolloutEngine:
     async def start_weight_sync(self) -> None:
         from rltrain.weights import receiver
 
-        if self._in_flight:
-            raise RuntimeError(f"{len(self._in_flight)} requests would see two versions of weights")
+        if requests := sum(map(len, self._in_flight.values())):
+            raise RuntimeError(f"{requests} requests would see two versions of the weights")
         self._syncing = True
         await self._unless_dead(receiver.start_sync(self._engine))
 
@@ -161,9 +161,12 @@ class RolloutEngine:
         return await self._unless_dead(receiver.engine_digest(self._engine))
 
     async def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams
+        self, requests: Sequence[Request], sampling: SamplingParams, call: str | None = None
     ) -> list[Rollout] | None:
-        """One rollout per request, in their order; None when ``abort`` came before they were done.
+        """One rollout per request, in their order; None when they were aborted.
+
+        Args:
+            call: what ``abort`` knows it by, unlike any other
 
         Raises:
             ValueError: naming the sample, when it is too long, a log-probability is not finite or,
@@ -172,14 +175,19 @@ class RolloutEngine:
         """
         for request in requests:
             check_length(request, sampling, self._spec.max_model_len)
-        aborts = self._aborts
-        async with self._turn:
-            if self._syncing:
-                raise RuntimeError("generate was called between start and finish of a weight sync")
-            completions = await self._unless_dead(self._complete(requests, sampling, aborts))
-            if completions is None:
-                return None
-            routes = await self._routes(requests, completions, sampling)
+        if self._syncing:
+            raise RuntimeError("generate was called between start and finish of a weight sync")
+        call = call or uuid.uuid4().hex
+        self._in_flight[call] = [f"{call}-{i}" for i in range(len(requests))]
+        try:
+            async with self._turn:
+                completions = await self._unless_dead(self._complete(requests, sampling, call))
+                if completions is None:
+                    return None
+                routes = await self._routes(requests, completions, sampling)
+        finally:
+            del self._in_flight[call]
+            self._aborted.discard(call)
         return [
             Rollout(
                 prompt_tokens=request.prompt_tokens,
@@ -192,23 +200,21 @@ class RolloutEngine:
             for request, completion, route in zip(requests, completions, routes, strict=True)
         ]
 
-    async def abort(self) -> None:
-        """Give up every request: calls of ``generate`` that are not done return None."""
-        self._aborts += 1
-        await self._engine.abort(list(self._in_flight))
+    async def abort(self, calls: Sequence[str]) -> None:
+        """Have these calls of ``generate`` return None: those that run, and those still to come,
+        since Ray lets calls overtake each other."""
+        self._aborted.update(calls)
+        await self._engine.abort([n for call in calls for n in self._in_flight.get(call, ())])
 
     async def _complete(
-        self, requests: Sequence[Request], sampling: SamplingParams, aborts: int
+        self, requests: Sequence[Request], sampling: SamplingParams, call: str
     ) -> list[Any] | None:
-        """vLLM's finished completions, in the order of the requests.
-
-        Args:
-            aborts: how many there had been when the call came; None is returned after another
-        """
+        """vLLM's finished completions, in the order of the requests; None when aborted."""
+        if call in self._aborted:
+            return None
+        names = self._in_flight[call]
         deterministic = self._spec.rollout.deterministic
-        names = [f"{uuid.uuid4().hex}-{i}" for i in range(len(requests))]
         params = [vllm_params(request, sampling, self._stop_token_ids) for request in requests]
-        self._in_flight.update(names)
         try:
             if deterministic:
                 # Which requests share a forward pass decides how sums are rounded. While paused the
@@ -222,16 +228,14 @@ class RolloutEngine:
             finally:
                 if deterministic:
                     await self._engine.resume_generation()
-            if self._aborts > aborts:  # which did not see requests that were not yet with vLLM
+            if call in self._aborted:  # when some were not yet with vLLM
                 await self._engine.abort(names)
             outputs = [await output.get() for output in pending]
         except BaseException:
             await self._engine.abort(names)
             raise
-        finally:
-            self._in_flight.difference_update(names)
         completions = [output.outputs[0] for output in outputs]
-        if self._aborts > aborts:
+        if call in self._aborted:
             return None
         for request, completion in zip(requests, completions, strict=True):
             if completion.finish_reason not in ("stop", "length"):
