@@ -52,6 +52,8 @@ class Shape:
     tokens_per_micro_batch: int = 65_536
     """1.2 MB of activations a token at these sizes."""
     lr: float = 1e-3
+    router: str = "fp32"
+    """The trainer's ``policy.precision.router``; vLLM's multiplies in the model's dtype."""
     corpus_mb: int = 64
 
     def config(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def training_config(shape: Shape, device: str) -> Config:
                 "beta2": 0.95,
             },
             "policy": {
-                "precision": {"params": "bf16"},
+                "precision": {"params": "bf16", "router": shape.router},
                 "max_tokens_per_micro_batch": shape.tokens_per_micro_batch,
                 "megatron_args": BALANCING,
             },

@@ -199,7 +199,7 @@ class Rank:
         memory, start = Memory(), time.perf_counter()
         micro_batches = cut(replaying, self._plan, TokenGrid(), torch.device("cpu"))
         for mb in micro_batches:
-            mb.route_targets(self._layers, self._layers, self._size.experts)
+            mb.route_targets(self._layers, self._layers, self._size.experts, record=False)
         seconds = time.perf_counter() - start
         found = memory.stop()
         return {

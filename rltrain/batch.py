@@ -163,14 +163,17 @@ class Batch:
 
     def select(self, rows: Sequence[int]) -> Self:
         """The given sequences, in the given order, with every field."""
-        token_index = self.token_index(rows)
+        offsets = self.offsets.tolist()
+        spans = [slice(offsets[r], offsets[r + 1]) for r in rows]
         row_index = torch.tensor(list(rows), dtype=torch.int64)
         chosen: dict[str, Any] = {}
         for name, dims, value in self._present():
             if isinstance(value, tuple):
                 chosen[name] = tuple(value[r] for r in rows)
+            elif dims[0] == "N":
+                chosen[name] = torch.cat([value[span] for span in spans] or [value[:0]])
             else:
-                chosen[name] = value[token_index if dims[0] == "N" else row_index]
+                chosen[name] = value[row_index]
         return replace(self, **chosen)
 
     @classmethod

@@ -11,7 +11,8 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.parallel.tokens import PAD, TokenGrid, TokenLayout, layout_tokens, take
 from rltrain.policy.replay import Target
-from rltrain.routing.align import last_rows, router_targets, spread_
+from rltrain.routing.agreement import spread_experts
+from rltrain.routing.align import last_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +74,35 @@ class MicroBatch:
         routes, mask = self.shard.require("replay_expert_indices", "replay_mask")
         assert routes.shape[1] == len(layers), (routes.shape, layers)
         rows = take(self.token_index, self.layout.routers, PAD)
-        experts, replayed = router_targets(routes, mask, rows, num_experts)
-        live = ~replayed
+        padding = rows == PAD
+        live = ~take(mask, rows, False) & ~padding
         unread = take(last_rows(self.batch.seq_lens), self.layout.routers, False)
         complete = not record and not (live & ~unread).any()
-        if complete:
-            spread_(experts, live, num_experts)
-        of_rows = None if complete else to_device(replayed, self.device)
-        # One copy for all layers; each router casts its own slice when it gets there.
-        own = experts.transpose(0, 1)[[layers.index(layer) for layer in wanted]]  # [L, S, K]
-        by_layer = to_device(own.contiguous(), self.device)
+        of_rows = None if complete else to_device(~live, self.device)
+        experts = self._gathered(routes, rows, padding | live if complete else padding, num_experts)
+        if list(wanted) != list(layers):
+            own = torch.tensor([layers.index(layer) for layer in wanted])
+            experts = experts.index_select(1, to_device(own, self.device))
+        by_layer = experts.transpose(0, 1).contiguous()  # [L, S, K]
         return {layer: Target(by_layer[i], of_rows) for i, layer in enumerate(wanted)}
+
+    def _gathered(self, routes: Tensor, rows: Tensor, spread: Tensor, num_experts: int) -> Tensor:
+        """As `rltrain.routing.align.router_targets`, on the device, where it costs next to nothing.
+
+        Args:
+            rows: of ``routes``  # [S]
+            spread: which slots get experts as padding does, bool  # [S]
+        """
+        count, k = len(rows), routes.shape[2]
+        if len(routes) == 0:
+            experts = routes.new_zeros((count, *routes.shape[1:]), device=self.device)
+        else:
+            index = to_device(rows.clamp_min(0), self.device)
+            experts = routes.to(self.device).index_select(0, index)
+        at = spread.nonzero().flatten()
+        instead = spread_experts(len(at), k, num_experts).to(routes.dtype)
+        instead = to_device(instead, self.device).unsqueeze(1).expand(-1, routes.shape[1], -1)
+        return experts.index_copy_(0, to_device(at, self.device), instead)
 
     def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
         """Write per-slot values to where their tokens lie in the shard, in place."""

@@ -140,6 +140,8 @@ def gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 def state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """What the optimizer updates, in fp32, and Adam's two moments of it."""
     for part in optimizer.chained_optimizers:
+        if part.optimizer is None:  # nothing of its kind is trained on this rank
+            continue
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for moments in part.optimizer.state.values():
@@ -157,9 +159,9 @@ def _pin(host: Tensor, device: torch.device) -> None:
     """
     if device.type == "cuda" and host.numel():
         cuda = torch.cuda.cudart()
-        torch.cuda.check_error(cuda.cudaHostRegister(host.data_ptr(), host.numel(), 0))
+        torch.cuda.check_error(int(cuda.cudaHostRegister(host.data_ptr(), host.numel(), 0)))
 
 
 def _unpin(host: Tensor, device: torch.device) -> None:
     if device.type == "cuda" and host.numel():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())))

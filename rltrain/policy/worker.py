@@ -21,7 +21,7 @@ from rltrain.policy import checkpoint
 from rltrain.policy.agreement import agree
 from rltrain.policy.guards import native_losses
 from rltrain.policy.learner import Learner
-from rltrain.policy.micro_batch import MicroBatch
+from rltrain.policy.micro_batch import MicroBatch, to_device
 from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, score
 from rltrain.policy.residency import Parts, weights
 from rltrain.policy.routes import fetch_routes
@@ -53,6 +53,7 @@ class PolicyWorker(Learner):
             self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None
         )
         self.recorded_routes: Tensor | None = None
+        self._sent_routes: tuple[Tensor, Tensor] | None = None  # and their copy on the device
 
     def _parts(self) -> Parts:
         reference = self.reference
@@ -78,7 +79,7 @@ class PolicyWorker(Learner):
 
     def begin_step(self, shard: Batch) -> None:
         """Take this rank's sequences of the step; routes are fetched and checked here."""
-        self.recorded_routes = None
+        self.recorded_routes = self._sent_routes = None
         routes = shard.rollout_expert_indices
         self._refs = routes if isinstance(routes, tuple) else ()
         if isinstance(routes, tuple):
@@ -148,14 +149,19 @@ class PolicyWorker(Learner):
         if routing == "recorded":
             assert self.recorded_routes is not None, "no routes were recorded in this step"
             everywhere = torch.ones(shard.num_tokens, dtype=torch.bool)
-            return shard.with_fields(
-                replay_expert_indices=self.recorded_routes, replay_mask=everywhere
-            )
+            routes = self._on_device(self.recorded_routes)
+            return shard.with_fields(replay_expert_indices=routes, replay_mask=everywhere)
         routes, mask = shard.require("rollout_expert_indices", "route_mask")
         if self.recorded_routes is not None:
             routes = torch.where(mask.view(-1, 1, 1), routes, self.recorded_routes)
             mask = ~last_rows(shard.seq_lens)
-        return shard.with_fields(replay_expert_indices=routes, replay_mask=mask)
+        return shard.with_fields(replay_expert_indices=self._on_device(routes), replay_mask=mask)
+
+    def _on_device(self, routes: Tensor) -> Tensor:
+        """Once a step, as they are stored: a byte an expert, for all passes and micro-batches."""
+        if self._sent_routes is None or self._sent_routes[0] is not routes:
+            self._sent_routes = routes, to_device(routes, self.device)
+        return self._sent_routes[1]
 
     def _trace(self, shard: Batch, plan: Plan, recorded: Recorded, when: str) -> None:
         """Prove that every router read the tokens and used the routes that the engine sent."""

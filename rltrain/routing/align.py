@@ -23,19 +23,9 @@ def router_targets(
     """
     experts = take(routes, index, 0)
     padding = index == PAD
-    spread_(experts, padding, num_experts)
+    spread = spread_experts(int(padding.sum()), experts.shape[2], num_experts)
+    experts[padding] = spread.to(experts.dtype).unsqueeze(1).expand(-1, experts.shape[1], -1)
     return experts, take(route_mask, index, False) | padding
-
-
-def spread_(experts: Tensor, rows: Tensor, num_experts: int) -> None:
-    """Give ``rows``, whose output nothing reads, distinct experts, spread over all; in place.
-
-    Args:
-        experts: ids  # [S, L, K]
-        rows: bool  # [S]
-    """
-    spread = spread_experts(int(rows.sum()), experts.shape[2], num_experts)
-    experts[rows] = spread.to(experts.dtype).unsqueeze(1).expand(-1, experts.shape[1], -1)
 
 
 def last_rows(seq_lens: Tensor) -> Tensor:

@@ -138,6 +138,14 @@ def check_dispatchers_agree(mesh: Any) -> None:
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
 
 
+def check_the_fused_activation_agrees(mesh: Any) -> None:
+    """GPUs have it by default: experts' weighted SwiGLU and a dense layer's."""
+    expected = gradients(mesh, build(mesh))
+    fused = build(mesh, megatron_args={"bias_activation_fusion": True})
+    for name, found in gradients(mesh, fused).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
+
+
 def check_output_head_in_fp32(mesh: Any) -> None:
     inputs = []
     for tied in (False, True):

@@ -49,7 +49,11 @@ def test_targets_are_those_of_the_micro_batchs_own_sequences(
 def test_no_router_chooses_where_only_last_tokens_owe_no_route(grid: TokenGrid) -> None:
     """They get distinct experts, which nothing reads; every other row those of its route."""
     missing = shard()
-    whole = missing.with_fields(replay_mask=~last_rows(missing.seq_lens))
+    (routes,) = missing.require("replay_expert_indices")
+    last = last_rows(missing.seq_lens)
+    whole = missing.with_fields(
+        replay_mask=~last, replay_expert_indices=torch.where(last.view(-1, 1, 1), 0, routes)
+    )
     [mb] = cut(whole, [[0, 1, 2, 3]], grid, torch.device("cpu"))
     experts, replayed = router_targets(
         *whole.require("replay_expert_indices", "replay_mask"), mb.layout.routers, EXPERTS
