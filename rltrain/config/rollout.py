@@ -77,6 +77,11 @@ class RolloutConfig(Section):
     first to finish are trained on and the rest aborted: no step waits for its slowest responses,
     and short ones are preferred. Prompts that were aborted are skipped until the next epoch: the
     slowest of all would else fill the extra places of every step."""
+    seeded: bool | None = None
+    """Give every request a seed of its own, made of run seed, step, prompt and sample; else each
+    engine has one. null: on CPUs and where ``deterministic``. On a GPU vLLM draws for seeded
+    requests one after the other: 7 ms a token for 512 of them, where half a millisecond would do.
+    """
     enforce_eager: bool | None = None
     """Run the engine without CUDA graphs; null: on CPUs alone. Graphs make tokens faster and the
     engine's start a minute longer."""
@@ -117,6 +122,15 @@ class RolloutConfig(Section):
                     f"engine_args.{name}: {why}, and the importance ratio would not know: leave it "
                     "out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def deterministic_requests_have_seeds(self) -> Self:
+        if self.deterministic and self.seeded is False:
+            raise ValueError(
+                "deterministic=true: two runs sample the same only where every request has a seed; "
+                "leave seeded out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """Start the rollout engines a configuration asks for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def start_engines(
         The actors, and a function that waits until all are ready and returns their capabilities.
     """
     started = [
-        start_engine(spec, **placed.engine_options(n)) for n in range(config.rollout.num_engines)
+        start_engine(replace(spec, seed=spec.seed + n), **placed.engine_options(n))
+        for n in range(config.rollout.num_engines)
     ]
     limit = config.cluster.start_timeout_s
     return [engine for engine, _ in started], lambda: answers(

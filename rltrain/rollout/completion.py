@@ -18,8 +18,10 @@ def check_length(request: Request, sampling: SamplingParams, max_model_len: int)
         )
 
 
-def vllm_params(request: Request, sampling: SamplingParams, stop_token_ids: list[int]) -> Any:
-    """``vllm.SamplingParams`` of one request."""
+def vllm_params(
+    request: Request, sampling: SamplingParams, stop_token_ids: list[int], *, seeded: bool = True
+) -> Any:
+    """``vllm.SamplingParams`` of one request; without ``seeded`` it has no seed of its own."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
@@ -27,7 +29,7 @@ def vllm_params(request: Request, sampling: SamplingParams, stop_token_ids: list
     params = VllmSamplingParams(
         temperature=temperature,
         max_tokens=sampling.max_tokens,
-        seed=request.seed,
+        seed=request.seed if seeded else None,
         logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token alone
         flat_logprobs=sampling.logprobs,
         stop_token_ids=stop_token_ids,

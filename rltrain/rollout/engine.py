@@ -214,7 +214,10 @@ class RolloutEngine:
             return None
         names = self._in_flight[call]
         deterministic = self._spec.rollout.deterministic
-        params = [vllm_params(request, sampling, self._stop_token_ids) for request in requests]
+        params = [
+            vllm_params(request, sampling, self._stop_token_ids, seeded=self._spec.seeded)
+            for request in requests
+        ]
         try:
             if deterministic:
                 # Which requests share a forward pass decides how sums are rounded. While paused the

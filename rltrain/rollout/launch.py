@@ -61,6 +61,12 @@ class EngineSpec:
     """Whether the engine can leave its GPU's memory to others."""
 
     @property
+    def seeded(self) -> bool:
+        """Whether every request has a seed of its own."""
+        asked = self.rollout.seeded
+        return asked if asked is not None else self.device == "cpu" or self.rollout.deterministic
+
+    @property
     def max_model_len(self) -> int:
         return self.max_prompt_tokens + self.rollout.max_response_tokens
 

@@ -48,6 +48,7 @@ def test_sampling_is_passed_on() -> None:
     assert params.output_kind == RequestOutputKind.FINAL_ONLY  # with rows and tokens of one piece
     greedy = vllm_params(REQUEST, replace(SAMPLING, greedy=True, logprobs=False), [9])
     assert greedy.temperature == 0 and greedy.logprobs is None
+    assert vllm_params(REQUEST, SAMPLING, [9], seeded=False).seed is None
 
 
 def test_a_temperature_that_vllm_would_change_is_refused() -> None:

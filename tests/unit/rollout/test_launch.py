@@ -52,6 +52,31 @@ def test_engine_options_are_passed_on() -> None:
     assert args["max_num_seqs"] == 4
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "seeded"),
+    [
+        ("cpu", {}, True),
+        ("cuda", {}, False),
+        ("cuda", {"deterministic": True}, True),
+        ("cuda", {"seeded": True}, True),
+        ("cpu", {"seeded": False}, False),
+    ],
+)
+def test_requests_have_seeds_where_they_cost_little_or_decide(
+    device: str, asked: dict[str, Any], seeded: bool
+) -> None:
+    assert with_rollout(device, **asked).seeded == seeded
+
+
+def test_graphs_are_the_rule_on_gpus() -> None:
+    for device, asked, eager in (
+        ("cpu", {}, True),
+        ("cuda", {}, False),
+        ("cuda", {"enforce_eager": True}, True),
+    ):
+        assert chosen_args(with_rollout(device, **asked))["enforce_eager"] == eager
+
+
 def test_an_engine_sleeps_or_shares_experts_out_only_if_asked_to() -> None:
     plain = chosen_args(with_rollout("cuda", tensor_parallel=2))
     asked = with_rollout("cuda", tensor_parallel=2, expert_parallel=True)
