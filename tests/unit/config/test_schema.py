@@ -115,6 +115,11 @@ IMPOSSIBLE = [
         "oversample=0.25 keeps the groups that finish first",
         "what finishes first is not deterministic",
     ),
+    (
+        {"rollout.deterministic": True, "rollout.seeded": False},
+        "only where every request has a seed",
+        "deterministic requests have seeds",
+    ),
     *[
         (
             {f"rollout.engine_args.{option}": value},
