@@ -81,7 +81,7 @@ class MicroBatch:
         of_rows = None if complete else to_device(~live, self.device)
         experts = self._gathered(routes, rows, padding | live if complete else padding, num_experts)
         if list(wanted) != list(layers):
-            own = torch.tensor([layers.index(layer) for layer in wanted])
+            own = torch.tensor([layers.index(x) for x in wanted], dtype=torch.int64)
             experts = experts.index_select(1, to_device(own, self.device))
         by_layer = experts.transpose(0, 1).contiguous()  # [L, S, K]
         return {layer: Target(by_layer[i], of_rows) for i, layer in enumerate(wanted)}

@@ -184,6 +184,7 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     assert len(output.outputs[0].token_ids) == 1
 
 
+@pytest.mark.slow
 def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Path) -> None:
     """What has no routes runs too, over two stages, with DAPO; sft leaves a model that loads.
 

@@ -29,7 +29,7 @@ def shard() -> Batch:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("wanted", [LAYERS, (6, 2), (3,)])
+@pytest.mark.parametrize("wanted", [LAYERS, (6, 2), (3,), ()])
 def test_targets_are_those_of_the_micro_batchs_own_sequences(
     grid: TokenGrid, wanted: tuple[int, ...]
 ) -> None:

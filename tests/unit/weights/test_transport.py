@@ -39,6 +39,13 @@ def segments() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob(f"rltrain-*-{os.getpid()}-*")}
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_over() -> None:
+    """Of tests in this process that broke a stream off."""
+    for name in segments():
+        (SHARED_MEMORY / name).unlink()
+
+
 def shm(bucket_bytes: int) -> tuple[Sender, Callable[[Bucket], Received]]:
     return ShmSender(), lambda bucket: list(read_segment(bucket))
 
