@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.route_memory import Size, measure
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SIZE = Size(samples=64, tokens=4096, layers=48, pp=2, dp=2, micro_batch_tokens=8192)
 SAMPLE_BYTES = SIZE.route_bytes(1, SIZE.layers // SIZE.pp)
