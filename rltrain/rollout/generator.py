@@ -14,7 +14,7 @@ from rltrain.rollout.dispatch import Call, Dispatcher
 from rltrain.rollout.types import Prompt, Request, Rollout, SamplingParams, request_seed
 from rltrain.routing.align import last_rows
 
-REQUESTS_PER_CALL = 16
+REQUESTS_PER_CALL = 64
 """Smaller groups go to an engine together: or the calls would cost more than they."""
 
 
