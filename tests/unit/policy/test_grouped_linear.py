@@ -73,3 +73,14 @@ def test_a_view_where_tensors_lie_end_to_end_and_a_copy_elsewhere() -> None:
         found = end_to_end(tensors)
         torch.testing.assert_close(found, torch.stack(tensors))
         assert found.data_ptr() != tensors[0].data_ptr()
+
+
+def test_neighbours_of_two_storages_are_copied() -> None:
+    memory = bytearray(2 * OUT * IN * 4)
+    halves = [
+        torch.frombuffer(memory, dtype=torch.float32, count=OUT * IN, offset=at).view(OUT, IN)
+        for at in (0, len(memory) // 2)
+    ]
+    assert halves[1].data_ptr() - halves[0].data_ptr() == len(memory) // 2
+    halves[1].fill_(1.0)
+    torch.testing.assert_close(end_to_end(halves), torch.stack(halves))
