@@ -146,9 +146,13 @@ class Batch:
 
     def token_index(self, rows: Sequence[int]) -> Tensor:
         """Where the tokens of the given sequences lie, in their order.  # [n]"""
-        offsets = self.offsets.tolist()
-        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows]
+        spans = [torch.arange(span.start, span.stop) for span in self._spans(rows)]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+    def _spans(self, rows: Sequence[int]) -> list[slice]:
+        """Of the given sequences, on the token axis."""
+        offsets = self.offsets.tolist()
+        return [slice(offsets[r], offsets[r + 1]) for r in rows]
 
     def require(self, *names: str) -> tuple[Tensor, ...]:
         """The named tensor fields, in the order given; ValueError unless all have been filled."""
@@ -163,8 +167,7 @@ class Batch:
 
     def select(self, rows: Sequence[int]) -> Self:
         """The given sequences, in the given order, with every field."""
-        offsets = self.offsets.tolist()
-        spans = [slice(offsets[r], offsets[r + 1]) for r in rows]
+        spans = self._spans(rows)
         row_index = torch.tensor(list(rows), dtype=torch.int64)
         chosen: dict[str, Any] = {}
         for name, dims, value in self._present():

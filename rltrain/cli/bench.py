@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SMALLER_IS_BETTER = ("_seconds", "_ms", "_us", "_bytes", "_mb", "_gb", "_gib")
-LARGER_IS_BETTER = ("_per_second", "_tflops", "_busy_share")
+SMALLER_IS_BETTER = ("_seconds", "_s", "_ms", "_us", "_bytes", "_mb", "_gb", "_gib")
+LARGER_IS_BETTER = ("_per_second", "_per_s", "_busy_fraction")
 PARTS = ("benchmark", "settings", "measured", "ratios", "machine")
 MACHINE = ("gpu", "num_gpus", "cpu")
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from rltrain.policy.observe import Observed, observe
 from rltrain.policy.pass_file import relative_error
 from rltrain.policy.passes import ModelOnMesh, score
 from rltrain.policy.ranks import rendezvous
+from rltrain.policy.transformer_options import params_dtype
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import decode, encode
 from rltrain.weights.architecture import Architecture
@@ -47,7 +47,7 @@ def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> No
     for case in cases:
         alone = Case(ParallelConfig(), case.model, case.num_layers, case.dense_layers)
         init = rendezvous(folder, f"reference of {case.name}")
-        with _model(alone, rank, init, own, weights=case.params) as model:
+        with _model(alone, rank, init, own, weights=_dtype(case, own)) as model:
             save_file(_reference(model, own), _reference_file(folder, case))
 
 
@@ -157,7 +157,7 @@ def _model(
     init_method: str,
     device: torch.device,
     *,
-    weights: Literal["fp32", "bf16"] | None = None,
+    weights: torch.dtype | None = None,
 ) -> Iterator[ModelOnMesh]:
     """The case's model in a world of its own.
 
@@ -166,7 +166,7 @@ def _model(
     """
     mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init_method, device)
     chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
-    fill(chunks, case.arch, mesh, _DTYPES[weights or case.params])
+    fill(chunks, case.arch, mesh, weights or _dtype(case, device))
     try:
         yield ModelOnMesh(chunks, case.arch, mesh, case.policy, temperature=1.0)
     finally:
@@ -200,7 +200,8 @@ def _tensors(name: str, found: Observed) -> dict[str, Tensor]:
     return {f"{name}/logits": found.logits, f"{name}/loss": loss, **gradients}
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+def _dtype(case: Case, device: torch.device) -> torch.dtype:
+    return params_dtype(case.policy.precision, device)
 
 
 def rms_error(found: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:

@@ -31,7 +31,7 @@ from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, route_dtype
 from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.broadcast import SENDER, BroadcastSender, Group
-from rltrain.weights.cuda_ipc import IpcSender, gpu_id
+from rltrain.weights.cuda_ipc import IpcSender, device_name
 from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
@@ -235,7 +235,7 @@ class PolicyWorker(Learner):
 
     def device_name(self) -> str:
         """Its GPU, by a name that other processes give it too, or "cpu"."""
-        return gpu_id(self.device) if self.device.type == "cuda" else "cpu"
+        return device_name(self.device)
 
     def join_group(self, file: str, size: int) -> None:
         """Rank 0 joins the engines' workers, to broadcast weights to them. Collective with them."""

@@ -17,9 +17,9 @@ Handle = list[Any]
 """What torch needs to open a storage of another process, bytes as hexadecimal text."""
 
 
-def gpu_id(device: torch.device) -> str:
-    """The same in every process that sees this GPU, by whatever number."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+def device_name(device: torch.device) -> str:
+    """Of a GPU the same in every process that sees it, by whatever number; else "cpu"."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 class IpcSender:
@@ -28,7 +28,7 @@ class IpcSender:
     carrier: Carrier = "ipc"
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
-        self._gpu = gpu_id(device)
+        self._gpu = device_name(device)
         self._slots = FlatSlots(device, bucket_bytes)
         # By slot, the buffer that was shared: torch counts who reads it, and once is enough.
         self._shared: list[tuple[Tensor, Handle] | None] = [None] * SLOTS
@@ -63,7 +63,7 @@ class IpcReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._gpu = gpu_id(device)
+        self._gpu = device_name(device)
         self._opened: dict[str, Tensor] = {}
 
     def read(self, bucket: Bucket) -> list[tuple[str, Tensor]]:

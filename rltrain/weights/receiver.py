@@ -45,7 +45,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rltrain.config.rollout import Carrier
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.broadcast import BroadcastReceiver, Group
-from rltrain.weights.cuda_ipc import IpcReceiver, gpu_id
+from rltrain.weights.cuda_ipc import IpcReceiver, device_name
 from rltrain.weights.digest import model_digest
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
 from rltrain.weights.families import read_architecture
@@ -118,7 +118,7 @@ class ReceiverExtension:
     device: torch.device
 
     def device_name(self) -> str:
-        return gpu_id(self.device) if self.device.type == "cuda" else "cpu"
+        return device_name(self.device)
 
     def weight_digest(self) -> dict[str, str]:
         return model_digest(self.model_runner.get_model())

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.step import report
 from rltrain.cli.app import main
+from rltrain.cli.bench import _sign
 
 
 def interval(value: float, width: float = 0.01) -> dict[str, float | None]:
@@ -130,3 +131,18 @@ def test_a_step_is_its_phases_and_what_benchmarks_write_can_be_compared(
         *("generate_seconds", "step_seconds"),
         *("tokens_per_second", "generated_tokens_per_second"),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [
+        ("sync_s", -1),
+        ("sync_gb_per_s", 1),
+        ("gpu_bound/r3_gpu_busy_fraction", 1),
+        ("gpu_bound/r3_tokens_per_second", 1),
+        ("update_seconds", -1),
+        ("gpu_bound/r3_kernels", 0),
+    ],
+)
+def test_units_tell_which_way_is_worse(name: str, sign: int) -> None:
+    assert _sign(name) == sign
