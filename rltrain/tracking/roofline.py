@@ -35,7 +35,7 @@ CARDS = {
     "NVIDIA L40S": Card(362 * TERA, 0.864 * TERA),
 }
 """By the name that nvidia-smi gives it. From NVIDIA's data sheets of each card, whose FLOP/s are
-with sparsity from H100 on: half of them."""
+with sparsity from H100 on: half of them. Those of H20, L40S, PCIe and NVL cards are from memory."""
 
 
 @dataclass(frozen=True)
