@@ -6,8 +6,8 @@
 Contestants, all loaded at once, each given the same requests in every round:
 
 - the trainer's `Generator` over a rollout engine, with capture of routes, and without;
-- `LLM.generate` on the whole batch in a bare process, with the same engine arguments, capture and
-  seeds; and the same without seeds, which vLLM samples faster.
+- `LLM.generate` on the whole batch in a bare process, with the same engine arguments and capture:
+  seeded as the trainer is (a seed per request on a CPU, none on a GPU), and the other way round.
 
 The model is a slice of Qwen3-30B-A3B with random weights; ``--layers 0`` takes the tiny model of
 the recipes. Responses end after a length drawn from half to three halves of ``--response-tokens``,
@@ -47,13 +47,15 @@ from rltrain.rollout.types import Request
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.families import read_architecture
 
-ON_CUDA = ["rollout.enforce_eager=false"]
+ON_CUDA = [  # fixed sizes, so that three engines can start at once and none measures the others
+    "rollout.enforce_eager=false",
+    "rollout.gpu_memory_utilization=0.25",
+    f"+rollout.engine_args.kv_cache_memory_bytes={12 * 2**30}",
+]
 ON_CPU = [  # where `LLM` takes more at once than `AsyncLLM` by default
     "+rollout.engine_args.max_num_seqs=256",
     "+rollout.engine_args.max_num_batched_tokens=4096",
 ]
-OF_THE_CARD = 0.25
-"""Share of its memory that each of the three engines gets."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,6 @@ class Work:
                 f"data.max_prompt_tokens={self.prompt_tokens}",
                 f"rollout.max_response_tokens={2 * self.response_tokens}",
                 f"policy.max_tokens_per_micro_batch={max(longest, 4096)}",
-                f"rollout.gpu_memory_utilization={OF_THE_CARD}",
                 *(ON_CUDA if torch.cuda.is_available() else ON_CPU),
                 *self.overrides,
             ]
@@ -104,6 +105,11 @@ class Work:
             )
             for i in range(self.prompts)
         ]
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the trainer's requests have a seed each."""
+        return self.spec(capture=False).seeded
 
     def spec(self, capture: bool) -> EngineSpec:
         arch = read_architecture(Path(self.path))
@@ -227,16 +233,21 @@ def measure(work: Work) -> dict[str, list[float]]:
         stack.callback(ray.shutdown)
         actor = ray.remote(FixedLengths).options(num_cpus=0)
         engines = {name: actor.remote(spec, work.response_tokens) for name, spec in specs.items()}
-        for name, engine in engines.items():  # one by one: each measures the memory that is free
-            progress(f"{name} is ready: {ray.get(engine.start.remote())}")
+        starting = {name: engine.start.remote() for name, engine in engines.items()}
         bare = stack.enter_context(closing(Bare(work)))
+        for name, ready in starting.items():
+            progress(f"{name} is ready: {ray.get(ready)}")
         progress(f"the bare process is {bare.answer()}")
         contestants: dict[str, Callable[[int], float]] = {
             **{name: trainer(work, engine) for name, engine in engines.items()},
-            "raw": partial(bare.seconds, seeded=True),
-            "raw_without_seeds": partial(bare.seconds, seeded=False),
+            "raw": partial(bare.seconds, seeded=work.seeded),
+            other_raw(work): partial(bare.seconds, seeded=not work.seeded),
         }
         return {name: rates[1:] for name, rates in play(work, contestants).items()}
+
+
+def other_raw(work: Work) -> str:
+    return "raw_without_seeds" if work.seeded else "raw_with_seeds"
 
 
 def trainer(work: Work, engine: Any) -> Callable[[int], float]:
@@ -282,7 +293,7 @@ def report(work: Work, rates: dict[str, list[float]]) -> Result:
 
     over("trainer", "raw", 0.97)
     over("trainer", "trainer_without_capture", 0.98)
-    over("raw", "raw_without_seeds", None)
+    over("raw", other_raw(work), None)
     return result
 
 

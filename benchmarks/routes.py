@@ -9,6 +9,7 @@ Routes are made up; every hop is the trainer's own code, on one node, one after 
 - store: encoded, put together and put into the object store by `RouteStore`;
 - refs: what the controller gets, pickled;
 - fetch: out of the store, laid on the token axis of one rank with all samples and stage 0's layers;
+- send: to that rank's device, once a step, as they are;
 - targets: each micro-batch's rows by layer, on the device.
 
 In a run check, store and refs go on while other groups are generated. What capture costs vLLM
@@ -99,11 +100,13 @@ def to_routers(
     hops: Hops, refs: list[RouteRef], tokens: torch.Tensor, size: Size
 ) -> dict[str, int]:
     """What one rank does; its bytes."""
-    from rltrain.policy.micro_batch import cut
+    from rltrain.policy.micro_batch import cut, to_device
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = route_layers(size.pipeline, size.layers, size.shape.moe_layers, 0)
     routes = hops.time("fetch", lambda: torch.from_numpy(fetch_routes(refs, layers)))
+    found = {"fetched": routes.numel() * routes.element_size()}
+    routes = hops.time("send", lambda: to_device(routes, device))
     lens = torch.full((size.samples,), size.tokens)
     mask = ~last_rows(lens)
     batch = Batch(
@@ -121,7 +124,7 @@ def to_routers(
             micro_batch.route_targets(layers, layers, size.experts, record=False)
 
     hops.time("targets", targets)
-    return {"fetched": routes.numel() * routes.element_size()}
+    return found
 
 
 def report(size: Size, rounds: int, hops: Hops, found: dict[str, int]) -> Result:

@@ -1,7 +1,7 @@
 """What the policy worker adds to what Megatron costs, and what routing replay does.
 
     python -m benchmarks.train [--layers N] [--shapes NAME=SEQUENCESxTOKENSxMICRO_BATCHES ...]
-        [--rounds N] [--device cpu] [--out FILE] [--profile FOLDER]
+        [--variants NAME ...] [--rounds N] [--device cpu] [--out FILE] [--profile FOLDER]
 
 Forward and backward passes of a slice of Qwen3-30B-A3B with random weights, in one process, without
 an optimizer step. Variants take turns in random order, all in every round, and ratios are of the
@@ -223,11 +223,11 @@ def within(context: Callable[[], Any], run: Callable[[], None]) -> Callable[[], 
 
 
 def measure(
-    bench: Bench, rounds: int, result: Result, profiles: Path | None
+    bench: Bench, wanted: Sequence[str], rounds: int, result: Result, profiles: Path | None
 ) -> dict[str, list[float]]:
     """Seconds of every variant, by round; a variant that fails says so and is left out."""
     name, tokens = bench.shape.name, bench.shape.num_tokens
-    variants = bench.variants()
+    variants = {v: run for v, run in bench.variants().items() if not wanted or v in wanted}
     for variant, run in [*variants.items()]:
         try:
             for _ in range(3):
@@ -294,6 +294,7 @@ def build(args: argparse.Namespace, folder: Path) -> tuple["PolicyWorker", Any]:
         apply_cpu()
     apply_fixes()
     from benchmarks.bare_megatron import BareMegatron
+    from rltrain.policy.actor import num_threads
     from rltrain.policy.ranks import rendezvous
     from rltrain.policy.worker import PolicyWorker
 
@@ -309,6 +310,7 @@ def build(args: argparse.Namespace, folder: Path) -> tuple["PolicyWorker", Any]:
             "policy": {"max_tokens_per_micro_batch": 2**20},
         }
     )
+    torch.set_num_threads(num_threads(config, args.device))
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     print("loading the policy worker", flush=True)
     worker = PolicyWorker(config, 0, rendezvous(folder, "train"), str(model), device)
@@ -340,6 +342,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--skew", type=float, default=0.0, help="see benchmarks.models")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--variants", nargs="+", default=[], help="those above; default: all")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--bare-loss", choices=("te", "native"), default="te")
@@ -355,7 +358,8 @@ def main() -> None:
         worker, bare = build(args, Path(folder))
         for text in args.shapes:
             bench = Bench(worker, bare, Shape.parse(text))
-            ratios(bench.shape.name, measure(bench, args.rounds, result, args.profile), result)
+            seconds = measure(bench, args.variants, args.rounds, result, args.profile)
+            ratios(bench.shape.name, seconds, result)
             if torch.cuda.is_available():
                 peak = torch.cuda.max_memory_allocated() / 2**30
                 result.measure(f"{bench.shape.name}/peak_memory_gib", peak)

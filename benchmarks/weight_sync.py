@@ -23,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,36 @@ Times = dict[str, float]
 
 
 class TimedSync(WeightSync):
-    """Knows how long the controller waited for the policy; the rest it waited for engines."""
-
-    policy_s = 0.0
-    buckets = 0
+    """Knows how long its parts took, and how long it asked the policy for buckets meanwhile."""
 
     def sync(self, dtype: str) -> None:
-        self.policy_s, self.buckets = 0.0, 0
+        self.parts = dict.fromkeys(("begin_s", "load_s", "finish_s", "policy_s"), 0.0)
+        self.buckets = 0
         super().sync(dtype)
 
+    def _begin(self, dtype: str, receivers: list[str]) -> Bucket | None:
+        with self._timed("begin_s"):
+            return super()._begin(dtype, receivers)
+
+    def _load(self, bucket: Bucket | None) -> None:
+        with self._timed("load_s"):
+            super()._load(bucket)
+
+    def _finish(self) -> None:
+        with self._timed("finish_s"):
+            super()._finish()
+
     def _next_bucket(self) -> Bucket | None:
-        start = time.perf_counter()
-        bucket = super()._next_bucket()
-        self.policy_s += time.perf_counter() - start
+        with self._timed("policy_s"):
+            bucket = super()._next_bucket()
         self.buckets += bucket is not None
         return bucket
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.parts[part] += time.perf_counter() - start
 
 
 def configuration(path: Path, folder: str, args: argparse.Namespace) -> Config:
@@ -104,7 +120,7 @@ def one_round(sync: TimedSync, config: Config, number: int) -> Times:
     found: Times = {}
     found["sync_s"] = timed(lambda: sync.sync(config.rollout.dtype))
     found["sync_first_token_s"] = found["sync_s"] + timed(lambda: first_token(engine, number))
-    found["sync_waiting_for_policy_s"] = sync.policy_s
+    found |= {f"sync_{part}": seconds for part, seconds in sync.parts.items()}
     found["vllm_s"], nbytes = ray.get(engine.measure.remote("load_ready"))
     found["vllm_first_token_s"] = found["vllm_s"] + timed(lambda: first_token(engine, number))
     found["device_copy_s"] = ray.get(engine.measure.remote("copy", nbytes))

@@ -92,7 +92,8 @@ class PolicyConfig(Section):
     transformer_engine: Literal["auto", "never"] = "auto"
     """``auto`` uses Transformer Engine on GPUs where it is installed, else the torch backend."""
     threads: Positive | None = None
-    """CPU only: intra-op threads of each rank; null shares the cores evenly."""
+    """Threads of each rank's operations on the CPU; null: on CPUs an even share of the cores, on
+    GPUs one."""
     megatron_args: dict[str, Any] = Field(default_factory=dict)
     """Anything else Megatron's TransformerConfig takes; what rltrain sets itself, and what routing
     replay cannot survive, is refused at start."""

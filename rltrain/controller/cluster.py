@@ -1,5 +1,6 @@
 """The Ray cluster and what each actor gets of it."""
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rltrain.config import Config
 from rltrain.controller.placement import Placement, place
 from rltrain.policy.actor import Role
+
+logger = logging.getLogger(__name__)
 
 OVERRIDE_ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 """At 1, the default of old versions, Ray shows no GPU at all to an actor it counts none for."""
@@ -82,6 +85,7 @@ def cluster(config: Config) -> Iterator[Cluster]:
     try:
         _link_logs(Path(config.trainer.output_dir))
         placement = place(config, _gpus_of_a_node())
+        logger.info("placement: %s", placement)
         yield reserve(placement, config.cluster.start_timeout_s)
     finally:
         ray.shutdown()

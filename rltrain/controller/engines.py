@@ -1,7 +1,10 @@
 """Start the rollout engines a configuration asks for."""
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import fp8_config
+
+logger = logging.getLogger(__name__)
 
 
 def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster) -> EngineSpec:
@@ -43,14 +48,21 @@ def start_engines(
     Returns:
         The actors, and a function that waits until all are ready and returns their capabilities.
     """
+    began = time.monotonic()
     started = [
         start_engine(replace(spec, seed=spec.seed + n), **placed.engine_options(n))
         for n in range(config.rollout.num_engines)
     ]
-    limit = config.cluster.start_timeout_s
-    return [engine for engine, _ in started], lambda: answers(
-        [ready for _, ready in started], "start", limit
-    )
+
+    @cache
+    def wait_until_ready() -> list[dict[str, Any]]:
+        limit = config.cluster.start_timeout_s
+        capabilities = answers([ready for _, ready in started], "start", limit)
+        taken = time.monotonic() - began
+        logger.info("rollout engines are ready: %d, after %.0f s", len(started), taken)
+        return capabilities
+
+    return [engine for engine, _ in started], wait_until_ready
 
 
 def ask(engines: Sequence[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:

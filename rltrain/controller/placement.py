@@ -26,6 +26,18 @@ class Placement:
         """Whether engines share GPUs with the policy, and so take turns with it."""
         return any(gpu in self.policy for engine in self.engines for gpu in engine)
 
+    def __str__(self) -> str:
+        if self.device == "cpu":
+            return "all ranks on this machine's CPUs"
+        groups = {"policy": self.policy, "critic": self.critic, "engines": sum(self.engines, ())}
+        parts = [
+            f"{name} on {', '.join(map(str, sorted(set(gpus))))}"
+            for name, gpus in groups.items()
+            if gpus
+        ]
+        turns = ", in turns" if self.colocated else ""
+        return f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}: {'; '.join(parts)}{turns}"
+
 
 def place(config: Config, num_gpus: int) -> Placement:
     """Decide where every rank goes on a machine with ``num_gpus`` GPUs.

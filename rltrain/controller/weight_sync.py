@@ -17,7 +17,7 @@ from rltrain.controller.turns import Turns
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.digest import check_same
-from rltrain.weights.transport import Bucket, merged
+from rltrain.weights.transport import SLOTS, Bucket, merged
 
 
 @dataclass
@@ -32,20 +32,37 @@ class WeightSync:
     """Devices of the engines' workers, once they are known and connected."""
 
     def sync(self, dtype: str) -> None:
-        """One sync: while the engines load a bucket, the policy fills the next one.
+        """One sync: while the engines load a bucket, the policy fills the next one, which waits in
+        the engines' queues before they ask for it.
 
         Every bucket carries its checksum; an engine that misses one, or is sent too few, fails
         here. No engine may be generating.
         """
         if self._receivers is None:
             self._receivers = self._connect()
-        busy, doing = [e.start_weight_sync.remote() for e in self.engines], "start_weight_sync"
-        self.policy.call("begin_weight_stream", dtype, self.carrier, self._receivers)
-        while (bucket := self._next_bucket()) is not None:
-            answers(busy, doing, self.timeout_s)
-            busy = [engine.load_weight_bucket.remote(bucket) for engine in self.engines]
-            doing = "load_weight_bucket"
-        answers(busy, doing, self.timeout_s)
+        self._load(self._begin(dtype, self._receivers))
+        self._finish()
+
+    def _begin(self, dtype: str, receivers: list[str]) -> Bucket | None:
+        """Returns the first bucket."""
+        starting = [engine.start_weight_sync.remote() for engine in self.engines]
+        self.policy.call("begin_weight_stream", dtype, self.carrier, receivers)
+        bucket = self._next_bucket()
+        answers(starting, "start_weight_sync", self.timeout_s)
+        return bucket
+
+    def _load(self, bucket: Bucket | None) -> None:
+        """Have the engines load a bucket and all that follow."""
+        loading: list[list[Any]] = []
+        while bucket is not None:
+            loading.append([engine.load_weight_bucket.remote(bucket) for engine in self.engines])
+            if len(loading) == SLOTS:  # the next bucket goes where the first of these is
+                answers(loading.pop(0), "load_weight_bucket", self.timeout_s)
+            bucket = self._next_bucket()
+        for busy in loading:
+            answers(busy, "load_weight_bucket", self.timeout_s)
+
+    def _finish(self) -> None:
         ask(self.engines, "finish_weight_sync", self.timeout_s)
         self.policy.call("end_weight_stream")
 

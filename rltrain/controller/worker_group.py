@@ -1,6 +1,8 @@
 """All ranks of a Megatron world as one: the controller's handle on the policy or the critic."""
 
+import logging
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -16,6 +18,8 @@ from rltrain.controller.cluster import Cluster
 from rltrain.data.packing import Plan, StepPlan, mini_batch_sizes, plan_step
 from rltrain.policy.actor import ModelActor, Role
 from rltrain.policy.types import Updated
+
+logger = logging.getLogger(__name__)
 
 DEATH_NOTICE_S = 5.0
 """How long after a failure another worker's death may still be reported as its cause."""
@@ -37,7 +41,9 @@ class WorkerGroup:
             .remote(self.role, config, rank, world, model_path, placed.device)
             for rank in range(config.policy.parallel.world_size)
         ]
+        began = time.monotonic()
         self._answers("start", [worker.start.remote() for worker in self._workers])
+        logger.info("the %s is loaded, after %.0f s", self.role, time.monotonic() - began)
         self._dp_ranks = [place["dp_rank"] for place in self.call("place")]
 
     @property

@@ -36,10 +36,8 @@ class ModelActor:
         from rltrain.patches.megatron import apply_cpu, apply_fixes
 
         config, rank, init_method, model_path, device = self._arguments
+        torch.set_num_threads(num_threads(config, device))
         if device == "cpu":
-            # Policy and critic take turns, so each may have all cores.
-            shared = max(1, len(os.sched_getaffinity(0)) // config.policy.parallel.world_size)
-            torch.set_num_threads(config.policy.threads or shared)
             apply_cpu()
         apply_fixes()
         torch.manual_seed(config.trainer.seed)
@@ -53,3 +51,13 @@ class ModelActor:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._worker, method)(*args, **kwargs)
+
+
+def num_threads(config: Config, device: str) -> int:
+    """Of a rank's operations on the CPU."""
+    if config.policy.threads:
+        return config.policy.threads
+    if device != "cpu":
+        return 1  # they are short there, and waking threads takes longer
+    # Policy and critic take turns, so each may have all cores.
+    return max(1, len(os.sched_getaffinity(0)) // config.policy.parallel.world_size)

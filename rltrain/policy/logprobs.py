@@ -6,7 +6,7 @@ arXiv:2411.09009). Blocks cut the vocabulary and not the tokens, so every row of
 and its gradient is summed over tokens within one product.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.policy.memory import BLOCK
-from rltrain.policy.online_softmax import absorb, differentiate, fused, nothing, over_ranks
+from rltrain.policy.online_softmax import Part, absorb, differentiate, nothing, over_ranks
 
 TILE = 128
 
@@ -79,7 +79,7 @@ class _OfHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         local, real = vocabulary.own(targets, len(head))
         ctx.blocks = _blocks(real, block // max(1, len(hidden)))
-        add = fused(absorb, hidden.device)
+        add, _ = _functions(hidden.device)
         part = nothing(local)
         for rows in ctx.blocks:
             logits = _logits(hidden, head[rows], vocabulary.fp32)
@@ -96,14 +96,14 @@ class _OfHidden(torch.autograd.Function):
         fp32, temperature = ctx.vocabulary.fp32, ctx.vocabulary.temperature
         # As every gradient of the model. On a GPU a product in fp32 costs that of ten in bf16.
         dtype = torch.float32 if fp32 and not hidden.is_cuda else hidden.dtype
-        gradient_of = fused(differentiate, hidden.device)
+        _, gradient_of = _functions(hidden.device)
         dense = _dense(grads, local)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         for rows in ctx.blocks:
             logits = _logits(hidden, head[rows], fp32)
             grad = gradient_of(logits, local - rows.start, softmax, dense, temperature, dtype)
-            grad_hidden += _product(grad, head[rows])
+            _add_product(grad_hidden, grad, head[rows])
             if grad_head is not None:
                 grad_head[rows] = _product(grad.t(), hidden)
         return grad_hidden.to(hidden.dtype), grad_head, None, None, None
@@ -148,9 +148,30 @@ def _logits(hidden: Tensor, rows: Tensor, fp32: bool) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b in fp32: of bf16 the products are exact, and sums are what fp32 rounds."""
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+    if _sums_bf16_in_fp32(a, b):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, as `_product`."""
+    if _sums_bf16_in_fp32(a, b):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a.float() @ b.float()
+
+
+def _sums_bf16_in_fp32(a: Tensor, b: Tensor) -> bool:
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16
+
+
+def _functions(device: torch.device) -> tuple[Callable[..., Part], Callable[..., Tensor]]:
+    """`absorb` and `differentiate`; on a GPU as one kernel each, where these run ten."""
+    if device.type != "cuda":
+        return absorb, differentiate
+    from rltrain.policy import softmax_kernels
+
+    return softmax_kernels.absorb, softmax_kernels.differentiate
 
 
 def _dense(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ BLOCK = 2**27
 LOGIT_COPIES = 6
 """Of a block of logits in fp32, at once: the head's, their logarithms of probabilities and these
 plus the entropy, the probabilities, and two terms of the gradient (rltrain.policy.online_softmax).
-Compiled, as on GPUs, they are fewer."""
+On GPUs, where each is one kernel, they are fewer."""
 
 
 @dataclass(frozen=True)

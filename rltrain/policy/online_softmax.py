@@ -5,8 +5,7 @@ they are of (Milakov and Gimelshein, arXiv:1805.02867), and once they have, each
 can be told from its own logits.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,13 +83,3 @@ def differentiate(
     grad = torch.where(columns == local.unsqueeze(1), of_logprob, 0.0)
     grad = grad - log_p.exp() * (of_logprob + of_entropy * (log_p + entropy))
     return (grad / temperature).to(dtype)
-
-
-def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """On a GPU a kernel or two, in place of one an operation; compiled when first used."""
-    return _compiled(function) if device.type == "cuda" else function
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)

@@ -76,3 +76,12 @@ def test_on_a_cpu_nothing_has_a_place_of_its_own() -> None:
     for cluster in ({"device": "cpu"}, {"device": "auto", "placement": "colocated"}):
         placed = place(Config.model_validate({"cluster": cluster}), num_gpus=0)
         assert placed == Placement("cpu") and not placed.colocated
+
+
+def test_says_where_everything_is() -> None:
+    gae = {"advantage": "gae"}
+    apart = place(config(rollout=engines(2, 2)), num_gpus=6)
+    assert str(apart) == "6 GPUs: policy on 0, 1; engines on 2, 3, 4, 5"
+    shared = place(config(algorithm=gae, dp=1), num_gpus=1)
+    assert str(shared) == "1 GPU: policy on 0; critic on 0; engines on 0, in turns"
+    assert str(Placement("cpu")) == "all ranks on this machine's CPUs"
