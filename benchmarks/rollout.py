@@ -153,7 +153,7 @@ def fix(params: Any, request: Request, mean: int) -> None:
 def raw(work: Work) -> None:
     """Answer lines of JSON ``[round, seeded]`` with the seconds that `LLM.generate` takes."""
     spec = work.spec(capture=False)
-    os.environ.update(environment(spec) | {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"})
+    os.environ.update(environment(spec) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 

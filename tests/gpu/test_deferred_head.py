@@ -1,9 +1,10 @@
-"""The deferred head on a GPU, compiled and in several blocks, against its formula in float64.
+"""The deferred head on a GPU, by its kernels and in several blocks, against its formula in float64.
 
     python tests/gpu/test_deferred_head.py        # where there is no pytest
 
 With bf16 parameters forward products are exact, and what is left is the rounding of fp32 sums;
-gradients are rounded to bf16 once more, as every gradient of the model is.
+gradients are rounded to bf16 once more, as every gradient of the model is. With fp32 parameters
+products are rounded too, of which the entropy, a difference of larger numbers, tells most.
 """
 
 import sys
@@ -22,7 +23,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 CASES: dict[str, tuple[torch.dtype, bool, float, float]] = {
     "fp32 head, bf16 parameters": (BF16, True, 2e-6, 6e-3),
     "bf16 head": (BF16, False, 2e-2, 3e-2),
-    "fp32 head, fp32 parameters": (FP32, True, 2e-6, 5e-6),
+    "fp32 head, fp32 parameters": (FP32, True, 5e-6, 5e-6),
 }
 
 
