@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from rltrain.rollout.engine import RolloutEngine
 from rltrain.weights import receiver
 from rltrain.weights.engine_fp8 import in_fp8
+from rltrain.weights.expert_stacks import unstack_experts
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
 
@@ -33,6 +34,7 @@ class MeasuredExtension(receiver.ReceiverExtension):
         self.wait()
         start = time.perf_counter()
         initialize_layerwise_reload(model)
+        unstack_experts(model)
         model.load_weights(ready)
         finalize_layerwise_reload(model, config)
         self.wait()

@@ -48,6 +48,7 @@ from rltrain.weights.broadcast import BroadcastReceiver, Group
 from rltrain.weights.cuda_ipc import IpcReceiver, device_name
 from rltrain.weights.digest import model_digest
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
+from rltrain.weights.expert_stacks import stack_experts
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
 from rltrain.weights.mtp import is_left_out
@@ -216,6 +217,7 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self._is_last_loaded = False
         self._is_half_loaded = True
         initialize_layerwise_reload(self.model)
+        stack_experts(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
