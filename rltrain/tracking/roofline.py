@@ -156,7 +156,7 @@ def hint(rows: Rows, card: str | None) -> str:
     if bound is None:
         return line + given
     reached = [
-        f"{what} at {value:.0%} of {of}"
+        f"{what} at {value:.0%} of {of}" if value >= 0.01 else f"{what} under 1% of {of}"
         for what, of, name in (
             ("generation", "its memory's bound", "throughput/generate_over_bound"),
             ("scoring", "its peak (MFU)", "throughput/mfu_scoring"),

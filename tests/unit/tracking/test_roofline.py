@@ -103,6 +103,8 @@ def test_the_hint_leaves_the_first_step_out_and_names_the_longest_phases():
         "its limits NVIDIA H200 would give 4,000: generation at 41% of its memory's bound, update "
         "at 30% of its peak (MFU)."
     )
+    tiny = [{**row, "throughput/mfu_update": 0.0004} for row in rows]
+    assert "update under 1% of its peak (MFU)." in hint(tiny, "NVIDIA H200")
 
 
 def test_the_hint_says_when_it_has_no_number():
