@@ -89,6 +89,9 @@ class PolicyConfig(Section):
     ``recompute_num_layers`` layers of each chunk."""
     recompute_num_layers: Positive = 1
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks bucket by bucket while an update's last backward pass
+    goes on, in place of all of them at its end."""
     transformer_engine: Literal["auto", "never"] = "auto"
     """``auto`` uses Transformer Engine on GPUs where it is installed, else the torch backend."""
     threads: Positive | None = None

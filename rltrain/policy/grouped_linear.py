@@ -35,8 +35,9 @@ class GroupedLinear(torch.nn.Module):
 
     split_axis: int
     into_main_grad = False
-    """Add the weights' gradients to Megatron's ``main_grad`` in one go. Its hooks do not run then:
-    for a DDP that does not wait for them (no ``overlap_grad_reduce``)."""
+    """Add the weights' gradients to Megatron's ``main_grad`` in one go. No hook runs then."""
+    announce: Callable[[Tensor], Any] | None = None
+    """Called for each weight whose gradient was added, in place of a hook that DDP waits for."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class GroupedLinear(torch.nn.Module):
         if not (self.into_main_grad and torch.is_grad_enabled() and weights[0].requires_grad):
             return _Grouped.apply(x, ends, None, *weights)
         assert x.requires_grad, "the gradient of an expert comes with that of its input"
-        return _Grouped.apply(x, ends, weights)
+        return _Grouped.apply(x, ends, self)
 
     def _one_by_one(self, x: Tensor, m_splits: list[int]) -> Tensor:
         parts = zip(x.split(m_splits), self._each("weight"), strict=True)
@@ -178,17 +179,17 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ends: Tensor, held: list[Tensor] | None, *weights: Tensor
+        ctx: Any, x: Tensor, ends: Tensor, module: GroupedLinear | None, *weights: Tensor
     ) -> Tensor:
         """
         Args:
             x: sorted by expert  # [T, in]
             ends: where each expert's rows end, int32  # [E]
-            held: weights whose gradient goes to their ``main_grad``, in place of ``weights``
+            module: whose weights' gradients go to their ``main_grad``, in place of ``weights``
         """
         ctx.save_for_backward(x, ends)
-        ctx.held = held or weights
-        ctx.is_direct = held is not None
+        ctx.module = module
+        ctx.held = weights if module is None else module._each("weight")
         whole = end_to_end(ctx.held)
         if len(x) == 0:
             return x.new_empty(0, whole.shape[1])
@@ -199,19 +200,28 @@ class _Grouped(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
         whole = end_to_end(ctx.held)
-        if len(x) == 0:
-            nothing = () if ctx.is_direct else [torch.zeros_like(w) for w in ctx.held]
-            return torch.zeros_like(x), None, None, *nothing
-        to_x = F.grouped_mm(grad, whole, offs=ends)
+        to_x = F.grouped_mm(grad, whole, offs=ends) if len(x) else torch.zeros_like(x)
         if not ctx.held[0].requires_grad:
-            return to_x, None, None, *(() if ctx.is_direct else [None] * len(ctx.held))
-        to_weights = F.grouped_mm(grad.t(), x, offs=ends)
-        if not ctx.is_direct:
-            return to_x, None, None, *to_weights.unbind(0)
-        sums = [weight.main_grad for weight in ctx.held]
-        together = end_to_end(sums)
-        if together.data_ptr() == sums[0].data_ptr():
-            together.add_(to_weights)
-        else:
-            torch._foreach_add_(sums, list(to_weights.to(sums[0].dtype).unbind(0)))
+            assert ctx.module is None
+            return to_x, None, None, *[None] * len(ctx.held)
+        to_weights = None
+        if len(x):
+            to_weights = F.grouped_mm(grad.t(), x, offs=ends)
+        if ctx.module is None:
+            nothing = (torch.zeros_like(weight) for weight in ctx.held)
+            return to_x, None, None, *(nothing if to_weights is None else to_weights.unbind(0))
+        if to_weights is not None:
+            _add_to_main_grads(ctx.held, to_weights)
+        if ctx.module.announce is not None:
+            for weight in ctx.held:
+                ctx.module.announce(weight)
         return to_x, None, None
+
+
+def _add_to_main_grads(weights: Sequence[Any], gradients: Tensor) -> None:
+    sums = [weight.main_grad for weight in weights]
+    together = end_to_end(sums)
+    if together.data_ptr() == sums[0].data_ptr():
+        together.add_(gradients)
+    else:
+        torch._foreach_add_(sums, list(gradients.to(sums[0].dtype).unbind(0)))

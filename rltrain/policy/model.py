@@ -1,5 +1,6 @@
 """The Megatron model of an architecture on this rank."""
 
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from rltrain.config.policy import PolicyConfig
 from rltrain.parallel.layers import Pipeline, route_layers
@@ -83,17 +85,29 @@ def build_model(
                 router.requires_grad_(False)
         # A copy of the configuration per wrapper: DDP writes its bucket size into it.
         ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=policy.overlap_grad_reduce,
         )
         chunks.append(DistributedDataParallel(config, ddp_config, chunk) if ddp else chunk)
         for module in chunk.modules() if ddp else ():
             if isinstance(module, GroupedLinear):
                 module.into_main_grad = True
+                if policy.overlap_grad_reduce:
+                    module.announce = partial(_gradient_is_ready, chunks[-1])
             elif hasattr(module, "fuse_wgrad_accumulation"):
                 # Transformer Engine's. Megatron's option for it asks for APEX's kernel, too, which
                 # only a head that runs within the model would call.
                 module.fuse_wgrad_accumulation = True
+    if ddp and policy.overlap_grad_reduce:
+        # All micro-batches but the last one only add to the gradient.
+        pauses = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     return chunks
+
+
+def _gradient_is_ready(chunk: DistributedDataParallel, weight: Tensor) -> None:
+    chunk.param_to_bucket_group[weight].register_grad_ready(weight)
 
 
 def _build_chunk(

@@ -1,5 +1,8 @@
 """All experts' products at once against one product per expert."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,8 +58,11 @@ def test_gradients_are_added_to_what_main_grad_holds(apart: bool) -> None:
     buffer = torch.ones(3, OUT, IN, dtype=torch.float64)
     for weight, part in zip(weights, buffer, strict=True):
         weight.main_grad = part.clone() if apart else part  # type: ignore[attr-defined]
+    announced: list[Tensor] = []
+    held: Any = SimpleNamespace(_each=lambda name: weights, announce=announced.append)
     for _ in range(2):  # two micro-batches
-        _Grouped.apply(x, ends, weights).backward(grad)
+        _Grouped.apply(x, ends, held).backward(grad)
+    assert [id(weight) for weight in announced] == [id(weight) for weight in weights] * 2
     for weight, expected in zip(weights, to_weights, strict=True):
         assert weight.grad is None
         found = weight.main_grad  # type: ignore[attr-defined]
