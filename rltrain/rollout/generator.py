@@ -1,11 +1,13 @@
 """Prompts in, groups of responses out as they finish, and the batch they make."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from rltrain.batch import Batch
@@ -149,7 +151,6 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
     prompt_lens = torch.tensor([len(r.prompt_tokens) for r in rollouts])
     response_lens = torch.tensor([len(r.response_tokens) for r in rollouts])
     seq_lens = prompt_lens + response_lens
-    logprobs: list[float] = []
     for rollout in rollouts:
         if rollout.logprobs is None or len(rollout.logprobs) != len(rollout.response_tokens):
             found = "none" if rollout.logprobs is None else len(rollout.logprobs)
@@ -157,20 +158,26 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
                 f"expected {len(rollout.response_tokens)} log-probabilities, found {found}: sample "
                 "training rollouts with logprobs=True"
             )
-        logprobs += [0.0] * len(rollout.prompt_tokens) + list(rollout.logprobs)
+    logprobs = [(repeat(0.0, len(r.prompt_tokens)), r.logprobs or ()) for r in rollouts]
+    tokens = [(r.prompt_tokens, r.response_tokens) for r in rollouts]
     # Prompt and response lengths in turn, and whether each stretch was sampled.
     stretches = torch.stack([prompt_lens, response_lens], dim=1).flatten()
     sampled = torch.tensor([False, True]).repeat(len(rollouts))
     batch = Batch(
-        tokens=torch.tensor([t for r in rollouts for t in (*r.prompt_tokens, *r.response_tokens)]),
+        tokens=torch.from_numpy(_end_to_end(tokens, np.int64)),
         seq_lens=seq_lens,
         response_mask=sampled.repeat_interleave(stretches),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        rollout_logprobs=torch.from_numpy(_end_to_end(logprobs, np.float32)),
         group_ids=torch.arange(len(rollouts)) // group_size,
         weight_version=torch.tensor([r.weight_version for r in rollouts]),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]),
     )
     return _with_routes(batch, rollouts)
+
+
+def _end_to_end(parts: Iterable[Iterable[Iterable[float]]], dtype: type) -> np.ndarray[Any, Any]:
+    """All numbers of all parts: some times faster than by way of a list."""
+    return np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype)
 
 
 def _with_routes(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:
