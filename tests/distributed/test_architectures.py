@@ -28,10 +28,8 @@ PARTS = {"recompute": "selective"}  # and the modules that the model has
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     REFERENCE: (Layout(sequences_per_micro_batch=1), {}),
     "recompute": (Layout(), PARTS),
-    "tp2": (Layout(ParallelConfig(tp=2)), {"recompute": "selective"}),
     "dp2 ep2": (Layout(ParallelConfig(dp=2, ep=2)), {}),
     "tp2 ep2": (Layout(ParallelConfig(tp=2, ep=2)), {"recompute": "full"}),
-    "pp2": (Layout(ParallelConfig(pp=2)), {}),
     "pp2 vpp2": (Layout(ParallelConfig(pp=2, vpp=2)), {"recompute": "full"}),
 }
 # As in test_layouts: clipping on, eps above the noise of tiny gradients.

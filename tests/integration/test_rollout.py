@@ -305,7 +305,10 @@ def test_weights_are_not_replaced_under_a_request(cluster: Cluster) -> None:
     assert ray.get(call) is None
 
 
-def test_calls_go_to_the_engine_that_has_room(cluster: Cluster) -> None:
+def test_calls_go_to_the_engine_that_has_room(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rltrain.rollout.dispatch.ABORT_S", 1.0)
     actor = ray.remote(Clerk).options(num_cpus=0)
     clerks, alone = [[actor.remote(0.02), actor.remote(s)] for s in (0.2, 600.0)]
     ray.get([clerk.capabilities.remote() for clerk in (*clerks, *alone)])

@@ -75,9 +75,11 @@ def reward_by_length(folder: Path) -> str:
 
 
 def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
-    """Every route arrives and is used, by the hashes, too; and the run leaves all its files."""
+    """Every route arrives and is used, by the hashes, too; and the run leaves all its files. Were
+    one side to forget the temperature, they would not agree in the first step, and it would end."""
     once = ["trainer.eval_every=1", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
     once += ["trainer.mini_batches=1", "tracking.wandb=offline", "trainer.steps=3"]
+    once += ["rollout.temperature=0.7"]
     traced = ["policy=tp2_pp2", "routing_replay.trace=true", "policy.recompute=full"]
     late = ["trainer.sync_every=2", "algorithm.correction.weight=token"]
     late += [f"algorithm.correction.reject{r}" for r in ("=geometric", "_min=0.98", "_max=1.02")]
@@ -176,12 +178,6 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     load_with_transformers(exports[0])
-    from vllm import LLM, SamplingParams
-
-    limits = {"max_model_len": 32, "kv_cache_memory_bytes": 2**26}
-    engine = LLM(str(exports[0]), enforce_eager=True, dtype="float32", **limits)
-    [output] = engine.generate(["123="], SamplingParams(max_tokens=1), use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 1
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.integration.family_engine import PROMPT_TOKENS
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.slow,  # a run at 0.7 is among the whole runs of test_run
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
