@@ -204,14 +204,10 @@ class _Grouped(torch.autograd.Function):
         if not ctx.held[0].requires_grad:
             assert ctx.module is None
             return to_x, None, None, *[None] * len(ctx.held)
-        to_weights = None
-        if len(x):
-            to_weights = F.grouped_mm(grad.t(), x, offs=ends)
+        to_weights = F.grouped_mm(grad.t(), x, offs=ends) if len(x) else torch.zeros_like(whole)
         if ctx.module is None:
-            nothing = (torch.zeros_like(weight) for weight in ctx.held)
-            return to_x, None, None, *(nothing if to_weights is None else to_weights.unbind(0))
-        if to_weights is not None:
-            _add_to_main_grads(ctx.held, to_weights)
+            return to_x, None, None, *to_weights.unbind(0)
+        _add_to_main_grads(ctx.held, to_weights)
         if ctx.module.announce is not None:
             for weight in ctx.held:
                 ctx.module.announce(weight)
