@@ -93,6 +93,8 @@ def test_what_waited_is_forgotten_when_the_next_reload_begins() -> None:
     load(layer, [3 * FIRST])
     for _ in range(3):
         stack_experts(layer)
+    loader: Any = layer.w2_weight.weight_loader  # type: ignore[attr-defined]
+    assert loader.__wrapped__ == layer.weight_loader, "a wrapper around a wrapper, one a sync"
     load(layer, [i for i in range(3 * EXPERTS) if i != 3 * FIRST])
     assert sorted(layer.calls) == [("w2", 3), ("w3", 3)]
     unstack_experts(layer)
