@@ -39,6 +39,7 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import pack
 from rltrain.routing.align import last_rows
+from rltrain.routing.codec import decode
 
 if TYPE_CHECKING:  # Megatron has to be patched first
     from rltrain.policy.worker import PolicyWorker
@@ -120,6 +121,15 @@ class Bench:
         )
         worker.begin_step(self.batch)
         self.packed = packed(tokens, shape.length, shape.sequences, worker.device)
+
+    def busiest_expert(self) -> float:
+        """Of a layer, over the mean; the layer where it is most."""
+        num_experts = self.worker.arch.num_experts
+        loads = [
+            torch.bincount(decode(layer).flatten().cpu(), minlength=num_experts)
+            for layer in self.routes.unbind(1)
+        ]
+        return max(float(load.max() / load.float().mean()) for load in loads)
 
     def update(self, routing: Any) -> None:
         """Forward and backward passes of an update, and its sums read, as `PolicyWorker.update`."""
@@ -358,6 +368,8 @@ def main() -> None:
         worker, bare = build(args, Path(folder))
         for text in args.shapes:
             bench = Bench(worker, bare, Shape.parse(text))
+            name = f"{bench.shape.name}/busiest_expert_over_mean"
+            result.measure(name, bench.busiest_expert())
             seconds = measure(bench, args.variants, args.rounds, result, args.profile)
             ratios(bench.shape.name, seconds, result)
             if torch.cuda.is_available():

@@ -80,6 +80,10 @@ class PolicyConfig(Section):
     max_tokens_per_scoring_micro_batch: Positive | None = None
     """The same where no gradient follows (old and reference log-probabilities, values), and so no
     activation is kept; null is 4 times ``max_tokens_per_micro_batch``."""
+    kept_softmax_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Memory of the last pipeline stage's ranks to keep probabilities of a micro-batch's tokens in,
+    from its forward pass to its backward pass, where the output head otherwise multiplies again.
+    All take 2 bytes (fp32: 4) x tokens x vocabulary / tp; less keeps a part of the vocabulary."""
     recompute: Literal["none", "selective", "full"] = "none"
     """``full`` reruns whole layers in the backward pass, ``selective`` the modules named below."""
     recompute_modules: list[RecomputeModule] = Field(default=["core_attn"])

@@ -116,7 +116,7 @@ LAYOUTS: tuple[Case, ...] = (
     _case(MOE, pp=2, first_stage_layers=3, num_layers=7),
     replace(_case(pp=4), dense_layers=(0,)),
     _case(FULL, pp=2, vpp=2),
-    _case({**MOE, "overlap_grad_reduce": True}, pp=2, vpp=2, dp=2, ep=2),
+    _case({**MOE, "overlap_grad_reduce": True, "kept_softmax_gib": 1.0}, pp=2, vpp=2, dp=2, ep=2),
     _case(tp=2, pp=2, ep=2),
     _case(BLOCK, cp=2, pp=2),
     _case(FULL, cp=2, tp=2, pp=2),

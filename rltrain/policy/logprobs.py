@@ -2,12 +2,13 @@
 
 The vocabulary is cut into blocks: by tensor-parallel rank, and on each rank by what fits. The
 backward pass makes each block's logits again (as cut cross-entropy: Wijmans et al.,
-arXiv:2411.09009). Blocks cut the vocabulary and not the tokens, so every row of the head is in one,
-and its gradient is summed over tokens within one product.
+arXiv:2411.09009), but for the first ones, as many as memory is given for. Blocks cut the vocabulary
+and not the tokens, so every row of the head is in one, and its gradient is summed over tokens
+within one product.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.policy.memory import BLOCK
-from rltrain.policy.online_softmax import Part, absorb, differentiate, nothing, over_ranks
+from rltrain.policy.online_softmax import (
+    Part,
+    Weights,
+    absorb,
+    differentiate,
+    nothing,
+    over_ranks,
+)
 
 TILE = 128
 
@@ -33,6 +41,8 @@ class Vocabulary:
     temperature: float = 1.0
     fp32: bool = True
     """The head's products are summed and returned in fp32, else in the dtype of its weight."""
+    kept_bytes: int = 0
+    """Of a rank's softmax, what may be kept for the backward pass in place of a second product."""
 
     def own(self, targets: Tensor, width: int) -> tuple[Tensor, int]:
         """Targets by column of this rank's slice, and how many of its columns are no padding."""
@@ -56,6 +66,8 @@ def logprobs_of_hidden(
     Returns:
         float32  # [S], [S]
     """
+    if not torch.is_grad_enabled():
+        vocabulary = replace(vocabulary, kept_bytes=0)
     logprobs, entropy = _OfHidden.apply(hidden, head, targets, vocabulary, block)
     return logprobs, entropy
 
@@ -79,11 +91,17 @@ class _OfHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         local, real = vocabulary.own(targets, len(head))
         ctx.blocks = _blocks(real, block // max(1, len(hidden)))
+        ctx.grad_dtype = _grad_dtype(hidden, vocabulary.fp32)
         add, _ = _functions(hidden.device)
-        part = nothing(local)
+        part, left = nothing(local), vocabulary.kept_bytes
+        ctx.kept = []
         for rows in ctx.blocks:
             logits = _logits(hidden, head[rows], vocabulary.fp32)
-            part = add(part, logits, local - rows.start, vocabulary.temperature)
+            nbytes = logits.numel() * ctx.grad_dtype.itemsize
+            values = torch.empty_like(logits, dtype=ctx.grad_dtype) if nbytes <= left else None
+            part = add(part, logits, local - rows.start, vocabulary.temperature, values)
+            left = 0 if values is None else left - nbytes
+            ctx.kept.append(None if values is None else Weights(values, part[0]))
         logprobs, *softmax = over_ranks(part, vocabulary.group)
         ctx.set_materialize_grads(False)  # None tells that nothing was made of an output
         ctx.save_for_backward(hidden, head, local, *softmax)
@@ -94,15 +112,14 @@ class _OfHidden(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, local, *softmax = ctx.saved_tensors
         fp32, temperature = ctx.vocabulary.fp32, ctx.vocabulary.temperature
-        # As every gradient of the model. On a GPU a product in fp32 costs that of ten in bf16.
-        dtype = torch.float32 if fp32 and not hidden.is_cuda else hidden.dtype
         _, gradient_of = _functions(hidden.device)
         dense = _dense(grads, local)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        for rows in ctx.blocks:
-            logits = _logits(hidden, head[rows], fp32)
-            grad = gradient_of(logits, local - rows.start, softmax, dense, temperature, dtype)
+        for rows, kept in zip(ctx.blocks, ctx.kept, strict=True):
+            of = _logits(hidden, head[rows], fp32) if kept is None else kept
+            own = local - rows.start
+            grad = gradient_of(of, own, softmax, dense, temperature, ctx.grad_dtype)
             _add_product(grad_hidden, grad, head[rows])
             if grad_head is not None:
                 grad_head[rows] = _product(grad.t(), hidden)
@@ -140,6 +157,12 @@ def _blocks(width: int, at_once: int) -> list[slice]:
     """Columns of the logits, or rows of the head; whole tiles of a product, where there are any."""
     size = max(1, at_once - at_once % TILE if at_once > TILE else at_once)
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _grad_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
+    """Of logits. On a GPU as every gradient of the model: there a product in fp32 costs that of ten
+    in bf16."""
+    return torch.float32 if fp32 and not hidden.is_cuda else hidden.dtype
 
 
 def _logits(hidden: Tensor, rows: Tensor, fp32: bool) -> Tensor:

@@ -179,6 +179,16 @@ def _logits(config: Config, arch: Architecture, slots: int, width: int) -> list[
     ]
 
 
+def _kept_softmax(config: Config, arch: Architecture, slots: int, width: int) -> list[Term]:
+    """What `rltrain.policy.logprobs` keeps for the backward pass, at most."""
+    tp = config.policy.parallel.tp
+    rows = arch.padded_vocab_size(tp) // tp
+    gib = config.policy.kept_softmax_gib
+    nbytes = min(int(gib * 2**30), slots * rows * width)
+    how = f"kept_softmax_gib={gib:g}, at most {slots:,} tokens x {rows:,} x {width}"
+    return [Term("kept probabilities", how, nbytes)] if nbytes else []
+
+
 def max_micro_batches(config: Config) -> int:
     """Of one update of one data-parallel rank: where every sequence is as long as it may be."""
     each = sequences_per_update(config) // config.policy.parallel.dp

@@ -2,10 +2,11 @@
 
 Of a block's logits a `Part` is kept, some numbers a token. Parts add up, whichever block or rank
 they are of (Milakov and Gimelshein, arXiv:1805.02867), and once they have, each block's gradient
-can be told from its own logits.
+can be told from its own logits, or from its `Weights`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 LOWEST = torch.finfo(torch.float32).min
+TINY = torch.finfo(torch.float32).tiny
+"""What a weight that was too small for its dtype counts as: none, but with a logarithm."""
 
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of some logits: the largest; over it, the sum of their exponentials, and of those times the
 logit; the target's own logit or 0.  # float32 [S] each"""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A block's probabilities, but for what blocks to come add to the softmax."""
+
+    values: Tensor  # exp(logit / temperature - peak), in any dtype  # [S, V]
+    peak: Tensor  # float32 [S]
 
 
 def nothing(local: Tensor) -> Part:
@@ -24,19 +35,27 @@ def nothing(local: Tensor) -> Part:
     return torch.full_like(zeros, LOWEST), zeros, zeros, zeros
 
 
-def absorb(part: Part, logits: Tensor, local: Tensor, temperature: float) -> Part:
-    """``part`` and the block ``logits``, in which the target is column ``local``, if in any."""
+def absorb(
+    part: Part, logits: Tensor, local: Tensor, temperature: float, weights: Tensor | None = None
+) -> Part:
+    """``part`` and the block ``logits``, in which the target is column ``local``, if in any.
+
+    Args:
+        weights: is filled with the values of the block's `Weights`, whose peak the result has
+    """
     scores = logits.float() / temperature
     peak = torch.maximum(part[0], scores.amax(-1))
     shifted = scores - peak.unsqueeze(1)
-    weights = shifted.exp()
+    each = shifted.exp()
+    if weights is not None:
+        weights.copy_(each)
     total, expected = _relative_to(peak, part)
     inside = (local >= 0) & (local < scores.shape[1])
     own = scores.gather(1, local.clamp(0, scores.shape[1] - 1).unsqueeze(1)).squeeze(1)
     return (
         peak,
-        total + weights.sum(-1),
-        expected + (weights * shifted).sum(-1),
+        total + each.sum(-1),
+        expected + (each * shifted).sum(-1),
         part[3] + torch.where(inside, own, 0.0),
     )
 
@@ -62,7 +81,7 @@ def over_ranks(part: Part, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def differentiate(
-    logits: Tensor,
+    block: Tensor | Weights,
     local: Tensor,
     softmax: Sequence[Tensor],
     grads: tuple[Tensor, Tensor],
@@ -72,13 +91,18 @@ def differentiate(
     """The gradient of a block's logits.
 
     Args:
+        block: its logits, or what is left of them
         softmax: what `over_ranks` returns after the log-probability
         grads: of log-probability and entropy  # [S] each
     """
     peak, log_total, entropy = (each.unsqueeze(1) for each in softmax)
     of_logprob, of_entropy = (each.unsqueeze(1) for each in grads)
-    log_p = logits.float() / temperature - peak - log_total
-    columns = torch.arange(logits.shape[1], device=logits.device)
+    if isinstance(block, Weights):
+        scores = block.values.float().clamp_min(TINY).log() + block.peak.unsqueeze(1)
+    else:
+        scores = block.float() / temperature
+    log_p = scores - peak - log_total
+    columns = torch.arange(scores.shape[1], device=scores.device)
     # d logprob / d logit_j = [j = target] - p_j; d entropy / d logit_j = -p_j (log p_j + entropy)
     grad = torch.where(columns == local.unsqueeze(1), of_logprob, 0.0)
     grad = grad - log_p.exp() * (of_logprob + of_entropy * (log_p + entropy))

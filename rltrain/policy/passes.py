@@ -88,6 +88,7 @@ class ModelOnMesh:
             tp,
             self.temperature,
             fp32=self.policy.precision.head == "fp32",
+            kept_bytes=int(self.policy.kept_softmax_gib * 2**30),
         )
         head = head_weight(self.chunks[-1])
         if head is None:

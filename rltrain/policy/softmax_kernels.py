@@ -10,16 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rltrain.policy.online_softmax import LOWEST, Part
+from rltrain.policy.online_softmax import LOWEST, TINY, Part, Weights
 
 LANES = 1024
 """Columns of a row that a program has at once."""
 
 
-def absorb(part: Part, logits: Tensor, local: Tensor, temperature: float) -> Part:
-    """One program a row: a running softmax in each lane, put together at the end."""
+def absorb(
+    part: Part, logits: Tensor, local: Tensor, temperature: float, weights: Tensor | None = None
+) -> Part:
+    """One program a row: a running softmax in each lane, put together at the end.
+
+    For weights it reads its row again, which is then in a nearer cache.
+    """
     rows, width = logits.shape
-    assert logits.stride(1) == 1
+    assert logits.stride(1) == 1 and (weights is None or weights.is_contiguous())
     found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
         _absorb[(rows,)](
@@ -27,11 +32,13 @@ def absorb(part: Part, logits: Tensor, local: Tensor, temperature: float) -> Par
             logits,
             local,
             found,
+            found if weights is None else weights,
             rows,
             width,
             logits.stride(0),
             1 / temperature,
             LOWEST,
+            weights is not None,
             LANES,
         )
     peak, total, expected, chosen = found.unbind()
@@ -39,7 +46,7 @@ def absorb(part: Part, logits: Tensor, local: Tensor, temperature: float) -> Par
 
 
 def differentiate(
-    logits: Tensor,
+    block: Tensor | Weights,
     local: Tensor,
     softmax: Sequence[Tensor],
     grads: tuple[Tensor, Tensor],
@@ -47,18 +54,22 @@ def differentiate(
     dtype: torch.dtype,
 ) -> Tensor:
     """A program for some columns of a row."""
-    rows, width = logits.shape
-    assert logits.stride(1) == 1
-    found = torch.empty(rows, width, dtype=dtype, device=logits.device)
+    values = block.values if isinstance(block, Weights) else block
+    rows, width = values.shape
+    assert values.stride(1) == 1
+    found = torch.empty(rows, width, dtype=dtype, device=values.device)
     if rows and width:
         _differentiate[(rows, triton.cdiv(width, LANES))](
-            logits,
+            values,
+            block.peak if isinstance(block, Weights) else local,
             local,
             *(each.contiguous() for each in (*softmax, *grads)),
             found,
             width,
-            logits.stride(0),
+            values.stride(0),
             1 / temperature,
+            TINY,
+            isinstance(block, Weights),
             LANES,
         )
     return found
@@ -73,11 +84,13 @@ def _absorb(  # type: ignore[no-untyped-def]
     logits,
     local,
     found,
+    weights,
     rows,
     width,
     stride,
     scale,
     lowest,
+    HAS_WEIGHTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -116,11 +129,19 @@ def _absorb(  # type: ignore[no-untyped-def]
     tl.store(found + rows + row, total)
     tl.store(found + 2 * rows + row, expected)
     tl.store(found + 3 * rows + row, tl.load(chosen_in + row) + chosen)
+    if HAS_WEIGHTS:
+        weights += row * width
+        for start in range(0, width, LANES):
+            inside = start + lanes < width
+            score = tl.load(logits + start + lanes, mask=inside, other=0.0).to(tl.float32) * scale
+            weight = tl.exp(score - top).to(weights.dtype.element_ty)
+            tl.store(weights + start + lanes, weight, mask=inside)
 
 
 @triton.jit
 def _differentiate(  # type: ignore[no-untyped-def]
-    logits,
+    values,
+    own_peak,
     local,
     peak,
     log_total,
@@ -131,12 +152,18 @@ def _differentiate(  # type: ignore[no-untyped-def]
     width,
     stride,
     scale,
+    tiny,
+    ARE_WEIGHTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = columns < width
-    score = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    value = tl.load(values + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ARE_WEIGHTS:
+        score = tl.log(tl.maximum(value, tiny)) + tl.load(own_peak + row)
+    else:
+        score = value * scale
     log_p = score - tl.load(peak + row) - tl.load(log_total + row)
     to_logprob = tl.load(of_logprob + row)
     to_entropy = tl.load(of_entropy + row)

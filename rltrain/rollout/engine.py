@@ -23,6 +23,7 @@ from rltrain.rollout.launch import (
     check_version,
     engine_args,
     environment,
+    scheduler_args,
     stop_token_ids,
 )
 from rltrain.rollout.route_store import store_routes
@@ -78,7 +79,8 @@ class RolloutEngine:
         check_version(vllm.__version__)
         self._source = f"vLLM {vllm.__version__}"
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-        chosen = engine_args(self._spec, known, has_fp32_head=has_fp32_head())
+        chosen = scheduler_args(self._spec, vllm.__version__)
+        chosen |= engine_args(self._spec, known, has_fp32_head=has_fp32_head())
         self._overrides = chosen["hf_overrides"]
         args = AsyncEngineArgs(**chosen, **receiver.engine_args())
         self._stop_token_ids = stop_token_ids(self._spec.model_path)

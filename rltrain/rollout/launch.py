@@ -9,12 +9,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from ray.actor import ActorHandle
 
 from rltrain.config.rollout import OLDEST_VLLM, RolloutConfig
 from rltrain.config.routing import Fallback
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.engine_fp8 import LOAD_FORMAT
+
+ROUTE_SCHEDULER = "rltrain.rollout.route_scheduler.route_scheduler"
+ROUTE_SCHEDULER_VERSIONS = ">=0.26,<0.31"
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,13 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
     if rollout.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
     return args | rollout.engine_args | {"hf_overrides": overrides}
+
+
+def scheduler_args(spec: EngineSpec, version: str) -> dict[str, str]:
+    """For ``AsyncEngineArgs`` of an engine that captures routes; none for a vLLM whose scheduler
+    `rltrain.rollout.route_scheduler` was not read against: it sends routes token by token."""
+    is_known = Version(version).base_version in SpecifierSet(ROUTE_SCHEDULER_VERSIONS)
+    return {"scheduler_cls": ROUTE_SCHEDULER} if spec.capture is not None and is_known else {}
 
 
 def check_version(version: str) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.data.packing import pack
 from rltrain.policy.pass_file import relative_error
 from rltrain.weights.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
@@ -26,8 +25,11 @@ PARALLEL = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2, "first_stage_layers": 
 CASES = [(layout, tied, params) for layout in PARALLEL for tied in (False, True)
          for params in ("fp32", "bf16")]  # fmt: skip
 TOLERANCE = {"fp32": 1e-5, "bf16": 6e-2}  # hidden states and their gradients are rounded
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 ROWS = 7
 """Of the head in a block: more than one block on every rank, the last one smaller."""
+KEPT_BYTES = 2 * ROWS * 32 * 4
+"""Two blocks' probabilities in fp32, so that others are made again."""
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +71,22 @@ def _errors(
     from rltrain.policy.observe import observe, whole_gradients
 
     cpu, arch = torch.device("cpu"), replace(ARCH, tie_embeddings=tied)
-    policy = PolicyConfig.model_validate({"parallel": parallel, "precision": {"params": params}})
+    policy = PolicyConfig.model_validate(
+        {
+            "parallel": parallel,
+            "precision": {"params": params},
+            "kept_softmax_gib": KEPT_BYTES / 2**30,
+        }
+    )
     name = f"{parallel.tp} {parallel.pp} {tied} {params}"
     mesh = init_mesh(parallel, rank, parallel.world_size, rendezvous(folder, name), cpu)
     chunks: list[Any] = build_model(arch, policy, mesh, device=cpu, routing_replay=True)
     fill(chunks, arch, mesh)
     batch = _batch()
-    plan = pack([list(LENGTHS)], 32)[0]
+    layout = Layout(parallel)
+    # The same micro-batches on both sides: in bf16 others round, and route, in another way.
+    each = layout.sequences_per_micro_batch
+    plan = [list(range(i, i + each)) for i in range(0, len(LENGTHS), each)]
     micro_batches = cut(batch, plan, mesh.token_grid, cpu)
     in_blocks = partial(logprobs.logprobs_of_hidden, block=ROWS * 32)
     with pytest.MonkeyPatch.context() as patch:
@@ -84,9 +95,9 @@ def _errors(
         ours = observe(model, batch, micro_batches, replay=False)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    _, loss = forward_backward(chunks, Layout(parallel, 2), mesh)
+    _, loss = forward_backward(chunks, layout, mesh)
     if mesh.is_last_stage:
-        assert abs(float(loss) - ours.loss) < 1e-3
+        assert relative_error(torch.tensor(ours.loss), loss) < LOSS_TOLERANCE[params]
     theirs = whole_gradients(chunks, arch, mesh)
     destroy_mesh()
     return {key: relative_error(ours.gradients[key], value) for key, value in theirs.items()}

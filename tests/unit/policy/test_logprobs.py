@@ -37,25 +37,30 @@ def close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=3e-6)
 
 
+@pytest.mark.parametrize("kept_columns", (0, 7, 1000))
 @pytest.mark.parametrize("entropy_coef", (0.3, 0.0))
 @pytest.mark.parametrize("per_block", (1, 2, 5, 100))
 def test_equal_the_formula_in_float64_with_their_gradients(
-    per_block: int, entropy_coef: float
+    per_block: int, entropy_coef: float, kept_columns: int
 ) -> None:
-    """However many rows of the head a block has, the last one fewer."""
+    """However many rows of the head a block has, the last one fewer, and however much is kept."""
     hidden, head, targets = draw()
     h, w = (x.double().requires_grad_() for x in (hidden, head))
     theirs = expected(h @ w.t(), targets)
     hidden.requires_grad_()
     head.requires_grad_()
-    vocabulary = Vocabulary(REAL, temperature=TEMPERATURE)
+    kept = kept_columns * SLOTS * 4
+    vocabulary = Vocabulary(REAL, temperature=TEMPERATURE, kept_bytes=kept)
     ours = logprobs_of_hidden(hidden, head, targets, vocabulary, block=per_block * SLOTS)
     found = [*ours, *gradients(ours, entropy_coef, hidden, head)]
     close(found, [*theirs, *gradients(theirs, entropy_coef, h, w)])
     assert not found[3][REAL:].any(), "rows that pad the vocabulary moved"
 
 
-def test_no_block_is_larger_than_what_may_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_kept", (0, 1, 2, 3))
+def test_blocks_are_no_larger_than_may_be_held_and_what_is_kept_is_not_made_again(
+    num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, head, targets = (x.requires_grad_(x.is_floating_point()) for x in draw())
     seen: list[Tensor] = []
     made = module._logits
@@ -65,9 +70,11 @@ def test_no_block_is_larger_than_what_may_be_held(monkeypatch: pytest.MonkeyPatc
         return seen[-1]
 
     monkeypatch.setattr(module, "_logits", keeping)
-    found = logprobs_of_hidden(hidden, head, targets, Vocabulary(REAL), block=4 * SLOTS)
+    vocabulary = Vocabulary(REAL, kept_bytes=num_kept * 4 * SLOTS * 4)
+    found = logprobs_of_hidden(hidden, head, targets, vocabulary, block=4 * SLOTS)
     found[0].sum().backward()
-    assert [x.shape for x in seen] == 2 * [(SLOTS, 4), (SLOTS, 4), (SLOTS, 3)]
+    blocks = [(SLOTS, 4), (SLOTS, 4), (SLOTS, 3)]
+    assert [x.shape for x in seen] == [*blocks, *blocks[num_kept:]]
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
