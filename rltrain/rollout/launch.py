@@ -171,7 +171,7 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
     return args | rollout.engine_args | {"hf_overrides": overrides}
 
 
-def scheduler_args(spec: EngineSpec, version: str) -> dict[str, str]:
+def scheduler_args(spec: EngineSpec, version: str) -> dict[str, Any]:
     """For ``AsyncEngineArgs`` of an engine that captures routes; none for a vLLM whose scheduler
     `rltrain.rollout.route_scheduler` was not read against: it sends routes token by token."""
     is_known = Version(version).base_version in SpecifierSet(ROUTE_SCHEDULER_VERSIONS)
