@@ -25,7 +25,6 @@ PARALLEL = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2, "first_stage_layers": 
 CASES = [(layout, tied, params) for layout in PARALLEL for tied in (False, True)
          for params in ("fp32", "bf16")]  # fmt: skip
 TOLERANCE = {"fp32": 1e-5, "bf16": 6e-2}  # hidden states and their gradients are rounded
-LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 ROWS = 7
 """Of the head in a block: more than one block on every rank, the last one smaller."""
 KEPT_BYTES = 2 * ROWS * 32 * 4
@@ -97,7 +96,7 @@ def _errors(
         chunk.zero_grad_buffer()
     _, loss = forward_backward(chunks, layout, mesh)
     if mesh.is_last_stage:
-        assert relative_error(torch.tensor(ours.loss), loss) < LOSS_TOLERANCE[params]
+        assert abs(float(loss) - ours.loss) < 1e-3
     theirs = whole_gradients(chunks, arch, mesh)
     destroy_mesh()
     return {key: relative_error(ours.gradients[key], value) for key, value in theirs.items()}

@@ -9,6 +9,7 @@ products are rounded too, of which the entropy, a difference of larger numbers, 
 
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,14 +28,14 @@ CASES: dict[str, tuple[torch.dtype, bool, float, float]] = {
 }
 
 
-def errors(dtype: torch.dtype, fp32: bool, block: int) -> dict[str, float]:
+def errors(dtype: torch.dtype, fp32: bool, block: int, kept_bytes: int) -> dict[str, float]:
     """Of log-probability, entropy, and the gradients of hidden states and head."""
     draw = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(SLOTS, HIDDEN, generator=draw, device="cuda").to(dtype)
     head = (torch.randn(PADDED, HIDDEN, generator=draw, device="cuda") / 4).to(dtype)
     targets = torch.randint(REAL, (SLOTS,), generator=draw, device="cuda")
     weights = torch.randn(SLOTS, generator=draw, device="cuda")
-    vocabulary = Vocabulary(REAL, temperature=0.8, fp32=fp32)
+    vocabulary = Vocabulary(REAL, temperature=0.8, fp32=fp32, kept_bytes=kept_bytes)
 
     def run(hidden: Tensor, head: Tensor) -> list[Tensor]:
         if hidden.dtype == torch.float64:
@@ -59,9 +60,11 @@ def errors(dtype: torch.dtype, fp32: bool, block: int) -> dict[str, float]:
 
 def check(case: str) -> None:
     dtype, fp32, of_outputs, of_gradients = CASES[case]
-    for block in (2**27, 700 * SLOTS, 4096):  # one block, eight, and more than a thousand
-        found = errors(dtype, fp32, block)
-        sys.stdout.write(f"{case}, block of {block}: {found}\n")
+    half = SLOTS * REAL * dtype.itemsize // 2
+    # One block, eight, and more than a thousand; none, some and all of them kept.
+    for block, kept in product((2**27, 700 * SLOTS, 4096), (0, half, 2**30)):
+        found = errors(dtype, fp32, block, kept)
+        sys.stdout.write(f"{case}, block of {block}, {kept} bytes kept: {found}\n")
         assert found["logprobs"] < of_outputs and found["entropy"] < of_outputs, found
         assert found["of hidden"] < of_gradients and found["of head"] < of_gradients, found
 
