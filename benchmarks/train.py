@@ -1,7 +1,8 @@
 """What the policy worker adds to what Megatron costs, and what routing replay does.
 
     python -m benchmarks.train [--layers N] [--shapes NAME=SEQUENCESxTOKENSxMICRO_BATCHES ...]
-        [--variants NAME ...] [--rounds N] [--device cpu] [--out FILE] [--profile FOLDER]
+        [--variants NAME ...] [--rounds N] [--kept-softmax-gib GIB] [--device cpu] [--out FILE]
+        [--profile FOLDER]
 
 Forward and backward passes of a slice of Qwen3-30B-A3B with random weights, in one process, without
 an optimizer step. Variants take turns in random order, all in every round, and ratios are of the
@@ -317,7 +318,10 @@ def build(args: argparse.Namespace, folder: Path) -> tuple["PolicyWorker", Any]:
         {
             "cluster": {"device": args.device},
             "routing_replay": {"mode": "r3"},
-            "policy": {"max_tokens_per_micro_batch": 2**20},
+            "policy": {
+                "max_tokens_per_micro_batch": 2**20,
+                "kept_softmax_gib": args.kept_softmax_gib,
+            },
         }
     )
     torch.set_num_threads(num_threads(config, args.device))
@@ -351,6 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--skew", type=float, default=0.0, help="see benchmarks.models")
+    parser.add_argument("--kept-softmax-gib", type=float, default=0.0, help="of the worker's policy")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--variants", nargs="+", default=[], help="those above; default: all")
     parser.add_argument("--rounds", type=int, default=12)
