@@ -355,7 +355,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--skew", type=float, default=0.0, help="see benchmarks.models")
-    parser.add_argument("--kept-softmax-gib", type=float, default=0.0, help="of the worker's policy")
+    parser.add_argument(
+        "--kept-softmax-gib", type=float, default=0.0, help="of the worker's policy"
+    )
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--variants", nargs="+", default=[], help="those above; default: all")
     parser.add_argument("--rounds", type=int, default=12)

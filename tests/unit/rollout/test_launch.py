@@ -15,6 +15,7 @@ from rltrain.rollout.launch import (
     check_version,
     engine_args,
     environment,
+    scheduler_args,
     stop_token_ids,
 )
 from rltrain.routing.integrity import RouteShape
@@ -187,3 +188,15 @@ def test_a_stop_token_is_in_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 8], "vocab_size": 8}))
     with pytest.raises(ValueError, match=r"config\.json: eos_token_id=\[3, 8\]: .*vocab_size=8"):
         stop_token_ids(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("version", "sends_once"),
+    [("0.26.0", True), ("0.30.0+cpu", True), ("0.25.1", False), ("0.31.0", False)],
+)
+def test_routes_are_sent_once_by_the_versions_that_this_was_read_against(
+    version: str, sends_once: bool
+) -> None:
+    capturing = replace(SPEC, capture=RouteCapture(SHAPE, store=None))
+    assert ("scheduler_cls" in scheduler_args(capturing, version)) is sends_once
+    assert scheduler_args(SPEC, version) == {}
