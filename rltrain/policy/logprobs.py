@@ -116,7 +116,8 @@ class _OfHidden(torch.autograd.Function):
         dense = _dense(grads, local)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        for rows, kept in zip(ctx.blocks, ctx.kept, strict=True):
+        held, ctx.kept = ctx.kept, [None] * len(ctx.blocks)  # the loss keeps ctx for longer
+        for rows, kept in zip(ctx.blocks, held, strict=True):
             of = _logits(hidden, head[rows], fp32) if kept is None else kept
             own = local - rows.start
             grad = gradient_of(of, own, softmax, dense, temperature, ctx.grad_dtype)

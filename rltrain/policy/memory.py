@@ -127,7 +127,9 @@ def passes(config: Config, arch: Architecture, stage: int, width: int) -> list[T
     if config.routing_replay.mode != "off" and arch.num_experts:
         terms.append(_routes(config, arch, stage, flight, slots))
     work = at_work(layers)
-    at_end = _logits(config, arch, slots, width) if stage == policy.parallel.pp - 1 else []
+    at_end = []
+    if stage == policy.parallel.pp - 1:
+        at_end = [*_logits(config, arch, slots, width), *_kept_softmax(config, arch, slots, width)]
     how = f"{slots:,} x {work:,.0f} numbers x {width}: recomputed, dispatched, gradients"
     in_layer = [Term("a layer at work", how, round(slots * work * width))]
     return [*terms, *max(in_layer, at_end, key=total)]

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from rltrain.cli.plan import with_architecture
 from rltrain.main import compose
 from rltrain.parallel.memory import GIB
 from rltrain.policy.activations import micro_batches_in_flight
-from rltrain.policy.memory import count, states
+from rltrain.policy.memory import count, passes, scoring, states
 from rltrain.rollout.memory import engine_memory, kv_bytes_per_token
 from rltrain.weights.families import read_architecture
 
@@ -125,6 +126,22 @@ def test_optimizer_state_is_shared_out_over_the_ranks_with_the_same_parameters()
     assert optimizer(dp=8, ep=8) == 12 * (dense // 8 + experts // 8)
     assert optimizer(dp=8, ep=4) == 12 * (dense // 8 + experts // 4 // 2)
     assert optimizer(dp=2, cp=2) == 12 * (dense + experts) // 4
+
+
+def test_what_the_head_keeps_is_counted_once_and_where_a_backward_pass_follows() -> None:
+    def kept(gib: float, stage: int, counted: Any = passes) -> int:
+        config = compose([RECIPE, f"policy.kept_softmax_gib={gib}"])
+        terms = counted(config, QWEN3, stage, 2)
+        return sum(term.nbytes for term in terms if term.what == "kept probabilities")
+
+    config = compose([RECIPE])
+    last = config.policy.parallel.pp - 1
+    everything = config.policy.max_tokens_per_micro_batch * 151_936 * 2
+    assert kept(0.0, last) == 0
+    assert kept(0.5, last) == GIB // 2 < everything
+    assert kept(1000.0, last) == everything // config.policy.parallel.tp
+    assert kept(0.5, last, scoring) == 0
+    assert last == 0 or kept(0.5, 0) == 0
 
 
 def test_how_many_micro_batches_wait() -> None:
