@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.routing.difference import Difference, compare_routes
@@ -108,16 +109,24 @@ class Mismatch:
     k3: float
 
 
-def mismatch(folder: Path, made: str, dtype: str) -> Mismatch:
+def differences(folder: Path, made: str, dtype: str) -> Tensor:
+    """Of every sampled token's log-probability, policy less engine."""
     from rltrain.policy.pass_file import Pass
 
     found = Pass.load(folder / f"{made}.pass.safetensors")
     expected = load_file(folder / f"{dtype}.logprobs.safetensors")["logprobs"]
     length = int(found.seq_lens[0])
     sampled = torch.arange(len(expected)) % length >= PROMPT_TOKENS
-    difference = (found.logprobs - expected)[sampled].double()
-    k3 = (difference.exp() - 1 - difference).mean()
-    return Mismatch(float(difference.abs().mean()), float(difference.abs().max()), float(k3))
+    return (found.logprobs - expected)[sampled].double()
+
+
+def k3(difference: Tensor) -> Tensor:
+    return difference.exp() - 1 - difference
+
+
+def mismatch(difference: Tensor) -> Mismatch:
+    mean, largest = difference.abs().mean(), difference.abs().max()
+    return Mismatch(float(mean), float(largest), float(k3(difference).mean()))
 
 
 def routes_apart(folder: Path, dtype: str) -> Difference:
@@ -140,16 +149,18 @@ def test_only_near_ties_are_routed_otherwise(
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_log_probabilities_agree_once_routes_do(root: Path, name: str, measured: Measured) -> None:
-    native = mismatch(root / name, "bfloat16", "bfloat16")
-    replayed = mismatch(root / name, "replayed", "bfloat16")
+    native = differences(root / name, "bfloat16", "bfloat16")
+    replayed = differences(root / name, "replayed", "bfloat16")
     for kind, found in (("native", native), ("replayed", replayed)):
-        measured[name][f"mismatch {kind}"] = asdict(found)
-    assert replayed.mean < 4e-3 and replayed.largest < 2e-2
-    assert replayed.k3 <= native.k3
+        measured[name][f"mismatch {kind}"] = asdict(mismatch(found))
+    assert mismatch(replayed).mean < 4e-3 and mismatch(replayed).largest < 2e-2
+    # Where no flip matters both are rounding, and which one is larger is the processor's matter.
+    more = k3(replayed) - k3(native)
+    assert more.mean() <= 2 * more.std() / len(more) ** 0.5
 
 
 @pytest.mark.parametrize("name", SAMPLED["float32"])
 def test_in_fp32_log_probabilities_agree(root: Path, name: str, measured: Measured) -> None:
-    found = mismatch(root / name, "float32", "float32")
+    found = mismatch(differences(root / name, "float32", "float32"))
     measured[name]["mismatch float32"] = asdict(found)
     assert found.mean < 5e-7 and found.largest < 3e-6

@@ -75,6 +75,7 @@ def generate(folder: Path, **scheduler: str) -> dict[str, Any]:
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=96,
+        gpu_memory_utilization=0.2,
         block_size=BLOCK,
         num_gpu_blocks_override=BLOCKS,
         enable_chunked_prefill=False,
