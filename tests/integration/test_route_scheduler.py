@@ -1,6 +1,11 @@
 """Routes sent once against routes sent token by token: vLLM in one process, the same requests.
 
-The KV cache is so small that requests are preempted and computed again, and one is aborted.
+The KV cache is so small that requests are preempted and computed again, one of them before all of
+its prompt was, and one is aborted. In the first layer's place routes say in which step they were
+computed, so that those of a token computed again are told from those it was sampled with.
+
+On a GPU, where vLLM schedules a step while the last one runs: ``python
+tests/integration/test_route_scheduler.py FOLDER``.
 """
 
 import json
@@ -21,21 +26,29 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(ROOT),
 }
-PROMPTS = [[2 + (i * j) % 40 for j in range(9 + 4 * i)] for i in range(6)]
-ABORTED, NEW_TOKENS, BLOCK, BLOCKS = "3", 24, 32, 9
+PROMPTS = [
+    [2 + (i * j) % 40 for j in range(length)] for i, length in enumerate([9, 13, 17, 21, 25, 60])
+]
+ABORTED, NEW_TOKENS, BLOCK, BLOCKS, PIECE = "3", 24, 32, 7, 8
 
 
 def test_a_response_has_the_same_routes_in_one_message(tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path)]
     subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, timeout=300)
-    found = json.loads((tmp_path / "found.json").read_text())
-    theirs, ours = found["vllm"], found["ours"]
+    check(**json.loads((tmp_path / "found.json").read_text()))
+
+
+def check(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     finished = {str(i) for i in range(len(PROMPTS))} - {ABORTED}
     assert theirs["routes"].keys() == ours["routes"].keys() == finished
     assert ours["tokens"] == theirs["tokens"]
     assert ours["routes"] == theirs["routes"]
-    assert ours["preemptions"] == theirs["preemptions"] > 0
-    assert {len(set(map(str, rows))) > 4 for rows in ours["routes"].values()} == {True}
+    assert ours["preemptions"] == theirs["preemptions"] > ours["before_a_token"] > 0
+    for rows in ours["routes"].values():
+        steps, chosen = zip(*rows, strict=True)
+        assert len(set(map(str, chosen))) > 4
+        assert len(set(map(str, steps))) >= NEW_TOKENS
+    assert ours["async_scheduling"] == theirs["async_scheduling"] == torch.cuda.is_available()
     assert ours["messages_with_routes"] == len(finished)
     assert theirs["messages_with_routes"] > len(finished) * (NEW_TOKENS - 1)
     assert ours["left_behind"] == 0
@@ -71,36 +84,45 @@ def generate(folder: Path, **scheduler: str) -> dict[str, Any]:
 
     llm = LLM(
         str(folder),
-        dtype="float32",
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=96,
         gpu_memory_utilization=0.2,
         block_size=BLOCK,
         num_gpu_blocks_override=BLOCKS,
-        enable_chunked_prefill=False,
+        max_num_batched_tokens=PIECE,
+        max_num_seqs=len(PROMPTS),
         enable_return_routed_experts=True,
         **scheduler,
     )
     engine: Any = llm.llm_engine
     scheduler_of_engine = engine.engine_core.engine_core.scheduler
-    counts = {"messages_with_routes": 0, "preemptions": 0}
+    counts = {"messages_with_routes": 0, "preemptions": 0, "before_a_token": 0, "steps": 0}
     process, preempt = engine.output_processor.process_outputs, scheduler_of_engine._preempt_request
+    update = scheduler_of_engine.update_from_output
+
+    def stamping(step: Any, output: Any) -> Any:
+        if output.routed_experts is not None:
+            counts["steps"] += 1
+            output.routed_experts.routing_data[:, 0] = counts["steps"]
+        return update(step, output)
 
     def counting(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         counts["messages_with_routes"] += sum(o.routed_experts is not None for o in outputs)
         return process(outputs, *args, **kwargs)
 
-    def preempting(*args: Any, **kwargs: Any) -> Any:
+    def preempting(request: Any, *args: Any, **kwargs: Any) -> Any:
         counts["preemptions"] += 1
-        return preempt(*args, **kwargs)
+        counts["before_a_token"] += request.num_output_tokens == 0
+        return preempt(request, *args, **kwargs)
 
     engine.output_processor.process_outputs = counting
     scheduler_of_engine._preempt_request = preempting
+    scheduler_of_engine.update_from_output = stamping
     for i, prompt in enumerate(PROMPTS):
         params = SamplingParams(
-            temperature=1.0,
-            seed=i,
+            temperature=0.0,
             max_tokens=NEW_TOKENS,
             ignore_eos=True,
             detokenize=False,
@@ -116,8 +138,13 @@ def generate(folder: Path, **scheduler: str) -> dict[str, Any]:
         steps += 1
         if steps == 5:
             engine.abort_request([ABORTED])
-    left = len(getattr(scheduler_of_engine, "held_routes", ()))
-    return {"tokens": tokens, "routes": routes, "left_behind": left, **counts}
+    left = sum(
+        len(getattr(scheduler_of_engine, name, ()))
+        for name in ("ended_routes", "kept_routes", "lost_slots")
+    )
+    in_advance = engine.vllm_config.scheduler_config.async_scheduling
+    found = {"tokens": tokens, "routes": routes, "left_behind": left}
+    return found | counts | {"async_scheduling": in_advance}
 
 
 def main(folder: Path) -> None:
@@ -125,10 +152,11 @@ def main(folder: Path) -> None:
 
     save_model(folder / "model")
     found = {
-        "vllm": generate(folder / "model"),
+        "theirs": generate(folder / "model"),
         "ours": generate(folder / "model", scheduler_cls=ROUTE_SCHEDULER),
     }
     (folder / "found.json").write_text(json.dumps(found))
+    check(**found)
 
 
 if __name__ == "__main__":
