@@ -103,8 +103,5 @@ def context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
 
 def take(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
     """Gather ``[N, ...]`` to ``[S, ...]``, with ``pad`` in padding slots."""
-    if len(values) == 0:
-        return values.new_full((len(index), *values.shape[1:]), pad)
-    taken = values[index.clamp_min(0)]
-    taken[index == PAD] = pad
-    return taken
+    # PAD is -1, which indexes the row that is added: a few calls of torch, in every micro-batch.
+    return torch.cat((values, values.new_full((1, *values.shape[1:]), pad)))[index]

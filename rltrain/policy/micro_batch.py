@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -25,6 +25,7 @@ class MicroBatch:
     token_index: Tensor  # where its tokens lie in the shard  # [n]
     layout: TokenLayout
     device: torch.device
+    has_gaps: bool = True  # False: of the shard's rows only last ones have no route
 
     @cached_property
     def input_ids(self) -> Tensor:
@@ -71,43 +72,57 @@ class MicroBatch:
             layers: the layers of the routes' layer dim, in its order
             wanted: those of them that are about to run
         """
-        routes, mask = self.shard.require("replay_expert_indices", "replay_mask")
+        (routes,) = self.shard.require("replay_expert_indices")
+        (mask,) = self.batch.require("replay_mask")
         assert routes.shape[1] == len(layers), (routes.shape, layers)
-        rows = take(self.token_index, self.layout.routers, PAD)
-        padding = rows == PAD
-        live = ~take(mask, rows, False) & ~padding
-        unread = take(last_rows(self.batch.seq_lens), self.layout.routers, False)
-        complete = not record and not (live & ~unread).any()
-        of_rows = None if complete else to_device(~live, self.device)
-        experts = self._gathered(routes, rows, padding | live if complete else padding, num_experts)
+        rows = take(self.token_index, self.layout.routers, 0)
+        padding = self.layout.routers == PAD
+        known = take(mask, self.layout.routers, True)
+        complete = not record and not (self.has_gaps and self._owes(known))
+        of_rows = None if complete else to_device(known, self.device)
+        spread = padding | ~known if complete else padding
+        experts = self._gathered(routes, rows, spread, num_experts)
         if list(wanted) != list(layers):
             own = torch.tensor([layers.index(x) for x in wanted], dtype=torch.int64)
             experts = experts.index_select(1, to_device(own, self.device))
-        by_layer = experts.transpose(0, 1).contiguous()  # [L, S, K]
-        return {layer: Target(by_layer[i], of_rows) for i, layer in enumerate(wanted)}
+        by_layer = experts.transpose(0, 1).contiguous().unbind()  # L times [S, K]
+        return {layer: Target(it, of_rows) for layer, it in zip(wanted, by_layer, strict=True)}
+
+    def _owes(self, known: Tensor) -> bool:
+        """Whether a slot's router must choose though its token is not the last of a sequence."""
+        unread = take(last_rows(self.batch.seq_lens), self.layout.routers, False)
+        return bool((~known & ~unread).any())
 
     def _gathered(self, routes: Tensor, rows: Tensor, spread: Tensor, num_experts: int) -> Tensor:
         """As `rltrain.routing.align.router_targets`, on the device, where it costs next to nothing.
 
         Args:
-            rows: of ``routes``  # [S]
+            rows: of ``routes``, any for padding  # [S]
             spread: which slots get experts as padding does, bool  # [S]
         """
         count, k = len(rows), routes.shape[2]
         if len(routes) == 0:
             experts = routes.new_zeros((count, *routes.shape[1:]), device=self.device)
         else:
-            index = to_device(rows.clamp_min(0), self.device)
+            index = to_device(rows, self.device)
             experts = routes.to(self.device).index_select(0, index)
         at = spread.nonzero().flatten()
-        instead = spread_experts(len(at), k, num_experts).to(routes.dtype)
-        instead = to_device(instead, self.device).unsqueeze(1).expand(-1, routes.shape[1], -1)
+        # Rounded up, so that it is there already for most micro-batches.
+        instead = _spread(1 << len(at).bit_length(), k, num_experts, routes.dtype, self.device)
+        instead = instead[: len(at)].unsqueeze(1).expand(-1, routes.shape[1], -1)
         return experts.index_copy_(0, to_device(at, self.device), instead)
 
     def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
         """Write per-slot values to where their tokens lie in the shard, in place."""
         real = index != PAD
         shard[self.token_index[index[real]]] = slots.to(shard.device)[real].to(shard)
+
+
+@lru_cache(maxsize=32)
+def _spread(
+    rows: int, k: int, num_experts: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return spread_experts(rows, k, num_experts).to(dtype).to(device)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -122,9 +137,12 @@ def cut(
 ) -> list[MicroBatch]:
     """Cut a shard by a plan of `rltrain.data.packing`: sequence numbers per micro-batch."""
     light = shard.with_fields(rollout_expert_indices=None, replay_expert_indices=None)
+    mask = shard.replay_mask
+    has_gaps = mask is not None and bool((~mask & ~last_rows(shard.seq_lens)).any())
     cuts = []
     for number, rows in enumerate(plan):
         part = light.select(rows)
         layout = layout_tokens(part.seq_lens.tolist(), grid)
-        cuts.append(MicroBatch(number, part, shard, shard.token_index(rows), layout, device))
+        index = shard.token_index(rows)
+        cuts.append(MicroBatch(number, part, shard, index, layout, device, has_gaps))
     return cuts
