@@ -25,7 +25,7 @@ class MicroBatch:
     token_index: Tensor  # where its tokens lie in the shard  # [n]
     layout: TokenLayout
     device: torch.device
-    has_gaps: bool = True  # False: of the shard's rows only last ones have no route
+    has_gaps: bool  # False: of the shard's rows only last ones have no route
 
     @cached_property
     def input_ids(self) -> Tensor:
@@ -122,7 +122,7 @@ class MicroBatch:
 def _spread(
     rows: int, k: int, num_experts: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    return spread_experts(rows, k, num_experts).to(dtype).to(device)
+    return to_device(spread_experts(rows, k, num_experts).to(dtype), device)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
