@@ -4,7 +4,7 @@
 #   OUT=folder benchmarks/on_gpus.sh [PART[:SECONDS] ...]      from the repository's root
 #
 # One GPU: head sync proof_ipc train rollout routes step weight_sync_ipc mismatch demo
-# Two:     proof_broadcast weight_sync_broadcast demo_apart demo_tp2 verify verify_bf16
+# Two:     proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16
 # Without parts it runs all that the visible GPUs can hold. Each writes OUT/PART.log and, if it is a
 # benchmark, OUT/PART.json; a part that fails or runs out of time does not stop the others.
 set -uo pipefail
@@ -36,6 +36,7 @@ run() {
     step) bench step ;;
     weight_sync_ipc) bench weight_sync --carrier ipc ;;
     weight_sync_broadcast) bench weight_sync --carrier broadcast ;;
+    overlap) bench overlap ;;
     mismatch) bench mismatch --train-seconds 200 ;;
     demo) demo cluster.num_gpus=1 cluster.placement=colocated ;;
     demo_apart) demo cluster.num_gpus=2 cluster.placement=disaggregated ;;
@@ -50,7 +51,7 @@ export -f run bench demo
 export OUT PYTHON models
 
 one="head sync proof_ipc train rollout routes step weight_sync_ipc mismatch demo"
-two="proof_broadcast weight_sync_broadcast demo_apart demo_tp2 verify verify_bf16"
+two="proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16"
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 [ "$gpus" -ge 2 ] && one="$one $two"
 failed=0
