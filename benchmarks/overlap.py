@@ -12,8 +12,8 @@ import argparse
 import gc
 import json
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +22,8 @@ import torch
 
 from benchmarks.models import MODELS, random_model, random_slice
 from benchmarks.result import Result, median_interval
-from benchmarks.train import TINY, Shape
-from rltrain.batch import Batch
+from benchmarks.train import TINY, Shape, timed
 from rltrain.config import Config
-from rltrain.data.packing import pack
 from rltrain.policy.ranks import rendezvous, run_ranks
 
 RANKS = 2
@@ -65,33 +63,13 @@ def on_rank(
 
 
 def updates(worker: Any, shape: Shape, rounds: int) -> list[float]:
-    draw = torch.Generator().manual_seed(worker.mesh.dp_rank)
-    first = torch.arange(shape.num_tokens) % shape.length == 0
-    batch = Batch(
-        tokens=torch.randint(worker.arch.vocab_size, (shape.num_tokens,), generator=draw),
-        seq_lens=torch.full((shape.sequences * shape.micro_batches,), shape.length),
-        response_mask=~first,
-        old_logprobs=torch.full((shape.num_tokens,), -12.0).where(~first, 0.0),
-        advantages=torch.randn(shape.num_tokens, generator=draw),
-        loss_weights=(~first).float() / (RANKS * (~first).sum()),
-    )
-    plan = pack([batch.seq_lens.tolist()], shape.sequences * shape.length)[0]
-    assert len(plan) == shape.micro_batches
+    batch, plan = shape.batch(worker.arch.vocab_size, seed=worker.mesh.dp_rank)
     worker.begin_step(batch)
     seconds = []
     for _ in range(WARM_UP + rounds):
-        synchronize(worker.device)
         torch.distributed.barrier()
-        start = time.perf_counter()
-        worker.update(plan, {}, routing="native")
-        synchronize(worker.device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(timed(partial(worker.update, plan, {}, routing="native")))
     return seconds[WARM_UP:]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main() -> None:

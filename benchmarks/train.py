@@ -91,6 +91,24 @@ class Shape:
     def num_tokens(self) -> int:
         return self.sequences * self.length * self.micro_batches
 
+    def batch(self, vocab_size: int, seed: int) -> tuple[Batch, list[list[int]]]:
+        """Random tokens, all but the first of each sequence a response; and its micro-batches."""
+        draw = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(vocab_size, (self.num_tokens,), generator=draw)
+        lens = torch.full((self.sequences * self.micro_batches,), self.length)
+        first = torch.arange(self.num_tokens) % self.length == 0
+        batch = Batch(
+            tokens=tokens,
+            seq_lens=lens,
+            response_mask=~first,
+            old_logprobs=torch.full((self.num_tokens,), -12.0).where(~first, 0.0),
+            advantages=torch.randn(self.num_tokens, generator=draw),
+            loss_weights=(~first).float() / (~first).sum(),
+        )
+        plan = pack([lens.tolist()], self.sequences * self.length)[0]
+        assert len(plan) == self.micro_batches
+        return batch, plan
+
 
 class Bench:
     """One worker and one bare model, and what can be asked of them on a shape."""
@@ -99,29 +117,16 @@ class Bench:
         from benchmarks.bare_megatron import packed
 
         self.worker, self.bare, self.shape = worker, bare, shape
-        count = shape.sequences * shape.micro_batches
-        draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(worker.arch.vocab_size, (shape.num_tokens,), generator=draw)
-        lens = torch.full((count,), shape.length)
-        first = torch.arange(shape.num_tokens) % shape.length == 0
-        self.plan = pack([lens.tolist()], shape.sequences * shape.length)[0]
-        batch = Batch(
-            tokens=tokens,
-            seq_lens=lens,
-            response_mask=~first,
-            old_logprobs=torch.full((shape.num_tokens,), -12.0).where(~first, 0.0),
-            advantages=torch.randn(shape.num_tokens, generator=draw),
-            loss_weights=(~first).float() / (~first).sum(),
-        )
+        batch, self.plan = shape.batch(worker.arch.vocab_size, seed=0)
         worker.begin_step(batch)
         worker.score(self.plan, routing="native", record=True)
         assert worker.recorded_routes is not None
         self.routes = worker.recorded_routes
         self.batch = batch.with_fields(
-            rollout_expert_indices=self.routes, route_mask=~last_rows(lens)
+            rollout_expert_indices=self.routes, route_mask=~last_rows(batch.seq_lens)
         )
         worker.begin_step(self.batch)
-        self.packed = packed(tokens, shape.length, shape.sequences, worker.device)
+        self.packed = packed(batch.tokens, shape.length, shape.sequences, worker.device)
 
     def busiest_expert(self) -> float:
         """Of a layer, over the mean; the layer where it is most."""
@@ -271,7 +276,7 @@ def measure(
 def ratios(name: str, seconds: Mapping[str, Sequence[float]], result: Result) -> None:
     """Speeds over ceilings of the same round; the fastest native is the one of the best median."""
     if {"native", "native_fused_router"} <= seconds.keys():
-        fastest = min("native", "native_fused_router", key=lambda name: median(seconds[name]))
+        fastest = min("native", "native_fused_router", key=lambda native: median(seconds[native]))
         seconds = {**seconds, "fastest_native": seconds[fastest]}
     targets = {
         ("r3", "native"): 1.0,

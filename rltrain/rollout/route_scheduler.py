@@ -50,7 +50,7 @@ def _sending_once(kind: Any) -> Any:
                 model_runner_output.routed_experts = None
             arrived = self.lost_slots.keys() & scheduler_output.num_scheduled_tokens.keys()
             for name in arrived:
-                self._keep(name, *self.lost_slots.pop(name))
+                self.kept_routes[name] = self._rows(name, *self.lost_slots.pop(name))
             found = super().update_from_output(scheduler_output, model_runner_output)
             for name in arrived & self.requests.keys():
                 self._forget_unsampled(self.requests[name])
@@ -66,16 +66,15 @@ def _sending_once(kind: Any) -> Any:
                 # Until that step's routes are stored: those who take the slots store theirs later.
                 self.lost_slots[request.request_id] = lost
             else:
-                self._keep(request.request_id, *lost)
+                self.kept_routes[request.request_id] = self._rows(request.request_id, *lost)
                 self._forget_unsampled(request)
             return super()._preempt_request(request, *args, **kwargs)
 
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             name = request.request_id
             if request.status in ENDED:
-                # Nothing has read the last token.
-                self._keep(name, self._blocks(name), request.num_tokens - 1)
-                self.ended_routes[name] = self.kept_routes[name][: request.num_tokens - 1]
+                count = request.num_tokens - 1  # nothing has read the last token
+                self.ended_routes[name] = self._rows(name, self._blocks(name), count)[:count]
             self.kept_routes.pop(name, None)
             self.lost_slots.pop(name, None)
             return super()._free_request(request, *args, **kwargs)
@@ -85,12 +84,12 @@ def _sending_once(kind: Any) -> Any:
             found: list[int] = blocks[self.routed_experts_mgr.attn_gid]
             return found
 
-        def _keep(self, name: str, blocks: list[int], tokens: int) -> None:
-            """Add to what is kept of a request up to ``tokens``, from its ``blocks``."""
+        def _rows(self, name: str, blocks: list[int], tokens: int) -> NDArray[Any]:
+            """A request's routes up to ``tokens``: what is kept, the rest from its ``blocks``."""
             kept = self.kept_routes.get(name)
             start = 0 if kept is None else len(kept)
             rows = self.routed_experts_mgr.get(blocks, tokens, token_start=start)
-            self.kept_routes[name] = rows if kept is None else np.concatenate((kept, rows))
+            return rows if kept is None else np.concatenate((kept, rows))
 
         def _forget_unsampled(self, request: Any) -> None:
             """Of a preempted request, what no token it has was sampled with: that will be computed
