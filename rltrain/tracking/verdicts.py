@@ -1,11 +1,21 @@
-"""The few numbers a run is judged by, and whether each is as it should be."""
+"""The few numbers a run is judged by, and whether each is as it should be.
 
+A number is judged by what the run itself knows of its spread: a mismatch by every step at which it
+was measured, an accuracy by the number of problems. Where the steps disagree, or a change is within
+the spread, the verdict is ``mixed``: neither good nor bad is claimed.
+"""
+
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Rows = Sequence[Mapping[str, Any]]
+State = Literal["good", "mixed", "bad", "unjudged"]
+
+Z_95 = 1.96
+"""Two-sided 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +23,7 @@ class Verdict:
     label: str
     value: str
     detail: str
-    state: Literal["good", "bad", "unjudged"]
+    state: State
 
 
 def column(rows: Rows, name: str) -> tuple[list[int], list[float]]:
@@ -39,16 +49,42 @@ def verdicts(rows: Rows, replay: str) -> list[Verdict]:
 
 
 def _accuracy(rows: Rows) -> Verdict | None:
+    """First against last evaluation, by the 95 % interval of two shares of that many problems."""
     steps, values = column(rows, "eval/accuracy")
     if len(values) < 2:
         return None
-    gain = 100 * (values[-1] - values[0])
-    return Verdict(
-        "Accuracy",
-        f"{values[0]:.1%} to {values[-1]:.1%}",
-        f"{gain:+.1f} points from step {steps[0]} to {steps[-1]}",
-        "good" if gain > 0 else "bad",
-    )
+    first, last, best = values[0], values[-1], max(values)
+    _, counts = column(rows, "eval/num_scored")
+    change = f"{100 * (last - first):+.1f}"
+    if len(counts) != len(values):
+        return Verdict(
+            "Accuracy",
+            f"{first:.1%} to {last:.1%}",
+            f"{change} points from step {steps[0]} to {steps[-1]}; problems not counted",
+            "unjudged",
+        )
+    spread = _spread((first, counts[0]), (last, counts[-1]))
+    detail = f"{change} +- {100 * spread:.1f} points from step {steps[0]} to {steps[-1]}"
+    peak = values.index(best)
+    fell = best - last > _spread((best, counts[peak]), (last, counts[-1]))
+    if fell:
+        detail += f"; {best:.1%} at step {steps[peak]}"
+    state: State = "mixed"
+    if last < first - spread:
+        state = "bad"
+    elif last > first + spread and not fell:
+        state = "good"
+    return Verdict("Accuracy", f"{first:.1%} to {last:.1%}", detail, state)
+
+
+def _spread(*shares: tuple[float, float]) -> float:
+    """Half the 95 % interval of the difference between two shares, each ``(share, of how many)``.
+
+    One success and one failure are added to each, or the interval of 0 of n would be nothing
+    (Agresti and Caffo 2000). Evaluations ask the same problems, so the true interval is narrower.
+    """
+    smoothed = [((p * n + 1) / (n + 2), n + 2) for p, n in shares]
+    return Z_95 * math.sqrt(sum(p * (1 - p) / n for p, n in smoothed))
 
 
 def _coverage(rows: Rows) -> Verdict | None:
@@ -77,30 +113,41 @@ def _k3(rows: Rows, judged: bool) -> Verdict | None:
     return Verdict(
         "Mismatch k3",
         scientific(trained),
-        f"native {scientific(native)}{_times_lower(trained, native)}; {tokens:,.0f} tokens",
-        _state(trained < native, judged),
+        f"native {scientific(native)}{_times_lower(both, 'k3', trained, native)}; "
+        f"{tokens:,.0f} tokens",
+        _state(both, "k3", judged),
     )
 
 
 def _flipped(rows: Rows, judged: bool) -> Verdict | None:
-    both = _both(rows, "abs_diff_median_flipped")
+    name = "abs_diff_median_flipped"
+    both = _both(rows, name)
     flipped = sum(row["mismatch/num_flipped"] for row in both)
     if not flipped:
         return None
     trained, native = (
-        statistics.median(row[f"{area}/abs_diff_median_flipped"] for row in both)
+        statistics.median(row[f"{area}/{name}"] for row in both)
         for area in ("mismatch", "mismatch_native")
     )
     return Verdict(
         "Median |diff|, flipped",
         scientific(trained),
-        f"native {scientific(native)}{_times_lower(trained, native)}; {flipped:,.0f} tokens",
-        _state(trained <= native / 2, judged),
+        f"native {scientific(native)}{_times_lower(both, name, trained, native)}; "
+        f"{flipped:,.0f} tokens",
+        _state(both, name, judged),
     )
 
 
-def _state(passed: bool, judged: bool) -> Literal["good", "bad", "unjudged"]:
-    return "unjudged" if not judged else "good" if passed else "bad"
+def _state(both: Rows, name: str, judged: bool) -> State:
+    """Good where every measured step is lower than natively; one step alone has no spread."""
+    if not judged:
+        return "unjudged"
+    lower = [row[f"mismatch/{name}"] < row[f"mismatch_native/{name}"] for row in both]
+    if not any(lower):
+        return "bad"
+    if len(lower) == 1:
+        return "unjudged"
+    return "good" if all(lower) else "mixed"
 
 
 def _both(rows: Rows, name: str) -> list[Mapping[str, Any]]:
@@ -110,5 +157,16 @@ def _both(rows: Rows, name: str) -> list[Mapping[str, Any]]:
     return [row for row in rows if all(row.get(key) is not None for key in needed)]
 
 
-def _times_lower(trained: float, native: float) -> str:
-    return f", {native / trained:.1f}x lower" if 0 < trained < native else ""
+def _times_lower(both: Rows, name: str, trained: float, native: float) -> str:
+    """How many times lower than natively: over all measured steps, and the range over them."""
+    if min(trained, native) <= 0:
+        return ""
+    ratios = [
+        row[f"mismatch_native/{name}"] / row[f"mismatch/{name}"]
+        for row in both
+        if row[f"mismatch/{name}"] > 0
+    ]
+    overall = f", {native / trained:.1f}x lower"
+    if len(both) == 1:
+        return f"{overall} on the one step measured"
+    return f"{overall} ({min(ratios):.1f} to {max(ratios):.1f} over {len(both)} steps)"
