@@ -1,5 +1,5 @@
 # Every target does the set-up it needs; a second run re-installs nothing.
-.PHONY: setup demo test lint type fmt bench lock
+.PHONY: setup demo test mutants lint type fmt bench lock
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -44,6 +44,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow'
+
+# Some minutes: every fault of tests/mutants is planted in a copy, and its test has to fail.
+mutants: setup
+	$(BIN)/python -m tests.mutants.run --jobs 2
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,157 @@
+"""Plants faults into copies of this tree, one at a time, and sees the named test of each fail.
+
+    python -m tests.mutants.run [--only TEXT] [--jobs N]      # or: make mutants
+
+A fault is a table in a ``tests/mutants/*.toml``:
+
+    [[mutant]]
+    why = "warm-up never ends"                   # what goes wrong, in a few words
+    file = "rltrain/policy/optimizer.py"
+    old = "self.update += 1"                     # occurs exactly once in the file
+    new = "self.update += 0"                     # still valid Python
+    test = "tests/unit/policy/test_schedule.py::test_warms_up"      # or a list of such
+
+A good fault is silent and well-formed: an order, a mask, a denominator, a stale value; not a crash.
+A good test is the cheapest that notices. Every test is run without any fault first. A fault counts
+as caught when its test then fails by an assertion or a refusal. A name or attribute that Python
+does not find, a TypeError, and a test that hangs do not count.
+
+``tests/sanity/test_mutants.py`` keeps the lists from going stale.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 1500
+CRASHES = r"(?:Syntax|Import|ModuleNotFound|Name|Attribute|Type)Error\b"
+HANGS = r"Failed: Timeout|'rank \d+': None"
+BROKEN = re.compile(rf"^(?:E|ERROR) .*?({CRASHES}|{HANGS})", re.MULTILINE)
+"""What a failing test says that never came as far as noticing the fault; ranks may hang."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    why: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def mutated(self, source: str) -> str:
+        """Raises ValueError unless ``old`` occurs exactly once, and what results is Python."""
+        if (found := source.count(self.old)) != 1:
+            raise ValueError(f"{self.file}: {self.old!r} occurs {found} times, expected once")
+        changed = source.replace(self.old, self.new)
+        compile(changed, self.file, "exec")
+        return changed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    mutant: Mutant
+    verdict: str
+    seconds: float
+
+
+def read(file: Path) -> list[Mutant]:
+    """Raises ValueError: a table lacks a key, or has another one."""
+    found = []
+    for entry in tomllib.loads(file.read_text())["mutant"]:
+        if entry.keys() != {"why", "file", "old", "new", "test"}:
+            raise ValueError(f"{file.name}: expected why, file, old, new, test; found {entry}")
+        tests = entry.pop("test")
+        found.append(Mutant(**entry, tests=tuple([tests] if isinstance(tests, str) else tests)))
+    return found
+
+
+def every() -> list[Mutant]:
+    return [
+        mutant for file in sorted(Path(__file__).parent.glob("*.toml")) for mutant in read(file)
+    ]
+
+
+def plant(mutant: Mutant) -> Outcome:
+    """Run the fault's tests in a copy of the tree that has it."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rltrain-mutant-") as folder:
+        tree = copy_tree(Path(folder))
+        file = tree / mutant.file
+        file.write_text(mutant.mutated(file.read_text()))
+        code, output = run_tests(tree, ["-x", *mutant.tests])
+    return Outcome(mutant, _verdict(code, output), time.monotonic() - started)
+
+
+def copy_tree(folder: Path) -> Path:
+    """What git tracks and what it does not ignore, without compiled files."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (source := ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, folder / name)
+    return folder
+
+
+def run_tests(tree: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """Pytest in ``tree``: its exit code, and what it printed."""
+    # A compiled file is trusted by the second it was written in: a fault could be missed.
+    env: dict[str, Any] = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"Timeout: not done in {TIMEOUT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def _verdict(code: int, output: str) -> str:
+    if code == 0:
+        return "SURVIVED"
+    if code != 1:
+        return f"BROKEN (pytest ended with {code})"
+    found = BROKEN.search(output)
+    return f"BROKEN ({found[1]})" if found else "caught"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.run")
+    parser.add_argument("--only", default="", help="faults that have TEXT in file, why or test")
+    parser.add_argument("--jobs", type=int, default=1, help="faults planted at the same time")
+    options = parser.parse_args()
+    chosen = [m for m in every() if options.only in " ".join((m.why, m.file, *m.tests))]
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
+    print(f"{len(chosen)} faults; first their {len(tests)} tests without any", flush=True)
+    with tempfile.TemporaryDirectory(prefix="rltrain-mutant-") as folder:
+        code, output = run_tests(copy_tree(Path(folder)), tests)
+    if code or re.search(r"\d+ skipped", output):
+        print(f"{output}\nthese tests have to pass, and none be skipped, before faults are planted")
+        return 1
+    verdicts = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for found in pool.map(plant, chosen):
+            verdicts.append(found.verdict)
+            where = f"{found.mutant.file}: {found.mutant.why}"
+            names = " ".join(test.partition("::")[2] for test in found.mutant.tests)
+            print(f"{found.verdict:8}  {found.seconds:4.0f} s  {where}  <- {names}", flush=True)
+    caught = verdicts.count("caught")
+    print(f"{len(chosen)} faults planted, {caught} caught, {len(chosen) - caught} not")
+    return int(caught < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
