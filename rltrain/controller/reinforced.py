@@ -20,7 +20,7 @@ from rltrain.controller.trainer import Trainer
 from rltrain.controller.transfer import choose_carrier
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.loader import PromptLoader
-from rltrain.data.problems import load_problems
+from rltrain.data.problems import problems_of
 from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.rollout.generator import Generator
@@ -41,7 +41,7 @@ def run(config: Config) -> None:
             given or build_random_model(config.model),
             trust_remote_code=config.model.trust_remote_code,
         )
-        problems = load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
+        problems = problems_of(config, tokenizer)
         if config.rollout.quantization == "fp8":
             arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
             check_blocks(arch, config.rollout.tensor_parallel)

@@ -4,6 +4,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from rltrain.data.report import SourceReport
+
 RESERVED_COLUMNS = frozenset({"response", "prompt", "answer"})
 """Names under which a reward function gets our own arguments."""
 
@@ -34,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Problems:
-    """Three sets that share no prompt.
+    """Three sets that share no prompt, and a report of each source that was read.
 
     Raises:
         ValueError: when two of them share one.
@@ -43,6 +45,7 @@ class Problems:
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     warm_start: tuple[Problem, ...] = ()
+    reports: tuple[SourceReport, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         parts = {"train": self.train, "held-out": self.held_out, "warm-start": self.warm_start}

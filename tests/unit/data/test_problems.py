@@ -235,3 +235,25 @@ def test_reasoning_gym_problems_carry_what_their_scorer_needs(tokenizer):
     with pytest.raises(ValueError, match=r"refuses data.task=basic_arithmetic: .*no_such"):
         options = config.model_copy(update={"task_options": {"no_such": 1}})
         load_problems(options, tokenizer)
+
+
+def test_the_report_says_what_became_of_every_row(tmp_path, tokenizer):
+    rows = [{"q": row["prompt"], "r": {"gold": row["answer"]}, "level": 1} for row in ROWS]
+    path = write_jsonl(tmp_path / "a.jsonl", [*rows, rows[0], rows[0] | {"q": "9" * 40}])
+    config = config_of(
+        path,
+        prompt_column="q",
+        answer_column="r.gold",
+        max_prompt_tokens=30,
+        on_long_prompt="drop",
+    )
+    (report,) = load_problems(config, tokenizer).reports
+    assert [report.rows, report.kept, report.repeats] == [22, 20, 1]
+    (dropped,) = report.dropped.values()
+    assert dropped.count == 1 and "a.jsonl, row 21" in dropped.first
+    assert {column.name: column.use for column in report.columns} == {
+        "q": "prompt",
+        "r.gold": "answer",
+        "level": "column",
+    }
+    assert not report.from_cache

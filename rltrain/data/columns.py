@@ -1,0 +1,82 @@
+"""Columns by dotted names: what a row has, what each looks like, and which would serve."""
+
+from collections.abc import Iterator, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from itertools import islice
+
+MISSING = object()
+"""What `find` returns for a column that a row lacks: null is a value."""
+
+NUM_NAMED = 12
+"""Columns that a message lists at most."""
+
+KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (type(None), "null"),
+    (bool, "boolean"),
+    (int, "integer"),
+    ((float, Decimal), "number"),
+    ((bytes, bytearray), "bytes"),
+    ((date, time, timedelta), "date or time"),
+    (Mapping, "object"),
+)
+
+
+def find(row: object, name: str) -> object:
+    """The value of column ``name``, `MISSING` if there is none.
+
+    A dot goes into an object or, with a number, into a list: ``reward_model.ground_truth``,
+    ``completion.0.content``. A column whose own name has dots comes first.
+    """
+    if isinstance(row, list):
+        first, dot, rest = name.partition(".")
+        if not first.isdecimal() or int(first) >= len(row):
+            return MISSING
+        value = row[int(first)]
+        return find(value, rest) if dot else value
+    if not isinstance(row, Mapping):
+        return MISSING
+    if name in row:
+        return row[name]
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        head = ".".join(parts[:cut])
+        if head in row:
+            value = find(row[head], ".".join(parts[cut:]))
+            if value is not MISSING:
+                return value
+    return MISSING
+
+
+def leaves(row: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted name and value of each column; of an object, those of its members."""
+    for key, value in row.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in a word or two: ``text``, ``messages``, ``integer``, ``null``, ..."""
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list):
+        return "messages" if is_messages(value) else "list"
+    return next((kind for types, kind in KINDS if isinstance(value, types)), type(value).__name__)
+
+
+def is_messages(value: object) -> bool:
+    """Whether a value is a list of objects with ``role`` and ``content``."""
+    return isinstance(value, list) and bool(value) and all(_is_message(item) for item in value)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "role" in value and "content" in value
+
+
+def listed(row: Mapping[str, object]) -> str:
+    """The columns of a row for a message, nested ones dotted."""
+    names = [repr(name) for name, _ in islice(leaves(row), NUM_NAMED + 1)]
+    more = ", ..." if len(names) > NUM_NAMED else ""
+    return ", ".join(names[:NUM_NAMED]) + more if names else "none"
