@@ -97,9 +97,12 @@ def policy_objective(
 
 def sft_objective(logprobs: Tensor, *, weights: Tensor) -> tuple[Tensor, Sums]:
     """Negative log-likelihood of the weighted tokens.  # [S], [S] -> scalar"""
+    counted = weights != 0
     loss = weighted_sum(weights, -logprobs)
+    totals = {"tokens": counted, "nll": -logprobs}
     return loss, Sums(
-        totals={"loss": loss.detach(), "tokens": _total(weights != 0, weights != 0)}, maxima={}
+        totals={"loss": loss.detach()} | {name: _total(counted, x) for name, x in totals.items()},
+        maxima={},
     )
 
 

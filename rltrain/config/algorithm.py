@@ -15,7 +15,9 @@ class KLConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL; 0 builds no reference model."""
     estimator: Literal["k1", "k2", "k3", "k3_k2"] = "k3"
-    """``k3_k2`` has k3's value and k2's gradient, which is the gradient of the KL itself."""
+    """``k3_k2`` has k3's value and k2's gradient, which is the gradient of the KL itself. A reward
+    takes k1 alone, and the loss all but k1: the others have not the gradient of a KL
+    (docs/algorithms.md)."""
     where: Literal["loss", "reward"] = "loss"
     """A term of the loss, or taken from the reward of every token."""
     target: Annotated[float, Field(gt=0)] | None = None
@@ -35,11 +37,20 @@ class KLConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def a_reward_has_no_gradient(self) -> Self:
-        if self.where == "reward" and self.estimator == "k3_k2":
+    def its_gradient_is_that_of_a_kl(self) -> Self:
+        if self.coef == 0:
+            return self
+        if self.where == "loss" and self.estimator == "k1":
             raise ValueError(
-                "estimator=k3_k2 differs from k3 in its gradient alone, and where=reward takes "
-                "none: use k1, k2 or k3"
+                "estimator=k1 with where=loss has a gradient of 0 in expectation, which is noise "
+                "and no pull to the reference: use k2 or k3_k2, whose gradient is that of "
+                "KL(policy || reference), or where=reward"
+            )
+        if self.where == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"estimator={self.estimator} with where=reward is large on both sides of the "
+                "reference, so it takes probability from tokens that are too improbable already: "
+                "use k1, whose gradient there is that of KL(policy || reference), or where=loss"
             )
         return self
 

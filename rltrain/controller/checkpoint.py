@@ -67,6 +67,11 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(p.parent for p in _folder(run_dir).glob(f"step_*/{manifest.MANIFEST}"))
 
 
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was written, by its name."""
+    return int(path.name.removeprefix("step_"))
+
+
 def restore(
     path: Path, run_dir: Path, groups: Sequence[WorkerGroup], config: CheckpointConfig
 ) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rltrain.config import Config
+from rltrain.config.trainer import TrainerConfig
 from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool, RewardResult, Sample
@@ -27,6 +28,11 @@ def judged(tokenizer: Tokenizer, problem: Problem, rollouts: Sequence[Rollout]) 
     ]
 
 
+def is_due(trainer: TrainerConfig, step: int) -> bool:
+    every = trainer.eval_every
+    return every > 0 and (step % every == 0 or step == trainer.steps)
+
+
 INTEGER = re.compile(r"-?\d+")
 
 
@@ -42,8 +48,7 @@ class Evaluator:
     tracker: Tracker
 
     def is_due(self, step: int) -> bool:
-        every, last = self.config.trainer.eval_every, self.config.trainer.steps
-        return every > 0 and (step % every == 0 or step == last)
+        return is_due(self.config.trainer, step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy is the share of full rewards.

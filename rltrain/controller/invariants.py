@@ -13,7 +13,9 @@ from typing import Literal
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.policy.types import Updated
+from rltrain.controller.noise import Bound
+from rltrain.data.packing import mini_batch_sizes
+from rltrain.policy.types import Scored, Updated
 
 RATIO_BOUND = {"fp32": 1e-5, "bf16": 0.1}
 """max |pi / pi_old - 1|. The update cuts its micro-batches otherwise than the pass before, so that
@@ -55,7 +57,38 @@ def check_first_step(first: FirstStep, config: Config) -> list[Check]:
         *_reference(first, config),
         _entropy(first),
         _mismatch(first, config),
-        _losses(first),
+        _losses(first.native_losses),
+    ]
+
+
+def check_first_supervised_step(
+    batch: Batch,
+    scored: Scored,
+    updates: Sequence[Updated],
+    mini_batches: int,
+    native_losses: Sequence[str],
+    bound: Bound,
+) -> list[Check]:
+    """The loss of the first update is that of a scoring pass over the same mini-batch.
+
+    Args:
+        scored: the whole batch before any update
+        bound: of what the log-probability of a token may differ by between two such passes
+    """
+    first = mini_batch_sizes(batch.num_sequences, mini_batches)[0]
+    num_tokens = int(batch.seq_lens[:first].sum())
+    mask = batch.response_mask[:num_tokens]
+    expected = -float(scored.logprobs[:num_tokens][mask].double().mean())
+    found = updates[0].totals["nll"] / updates[0].totals["tokens"]
+    holds = abs(found - expected) <= bound.half
+    return [
+        _check(
+            "the first loss is that of a scoring pass",
+            holds,
+            f"{found:.6f} and {expected:.6f} nat",
+            f"at most {bound.half:g} apart",
+        ),
+        _losses(native_losses),
     ]
 
 
@@ -146,9 +179,9 @@ def _mismatch(first: FirstStep, config: Config) -> Check:
     return _check(name, error <= bound, f"E[exp |d|] = {error:.5f}", f"at most {bound:g}")
 
 
-def _losses(first: FirstStep) -> Check:
+def _losses(native_losses: Sequence[str]) -> Check:
     """Turning one on is allowed; it has to be seen."""
-    found = ", ".join(first.native_losses) or "none"
+    found = ", ".join(native_losses) or "none"
     return Check("router losses and bias updates", found, "off, or named", "pass")
 
 

@@ -12,6 +12,7 @@ from rltrain.controller.cluster import cluster
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.engines import ask, engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator
+from rltrain.controller.loop import is_finished, open_tracker
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.speed import Speed
@@ -24,16 +25,16 @@ from rltrain.data.problems import problems_of
 from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.rollout.generator import Generator
-from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.gpus import name_of
 from rltrain.tracking.roofline import find_card
-from rltrain.tracking.tracker import Tracker
 from rltrain.weights.engine_fp8 import check_blocks
 from rltrain.weights.families import read_architecture
 
 
 def run(config: Config) -> None:
     """Start everything a run needs, train, and leave a report whatever happens."""
+    if is_finished(config):
+        return
     with ExitStack() as stack:
         # Bad data ends the run here, before anything that takes long.
         given = Path(config.model.path) if config.model.path else None
@@ -65,20 +66,22 @@ def run(config: Config) -> None:
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
         card = find_card(name_of(placed.gpu_ids))
         speed = Speed.of(config, arch, placed.placement, card)
-        trainer = Trainer(config, arch, sampler, policy, critic, spec, placed, weight_sync, speed)
+        trainer = Trainer(
+            config,
+            prompts,
+            policy,
+            critic,
+            speed,
+            arch=arch,
+            sampler=sampler,
+            spec=spec,
+            placed=placed,
+            weight_sync=weight_sync,
+        )
         done = trainer.resume()
-        versions = describe_environment() | {"engine": json.dumps(wait_until_ready()[0])}
-        tracker = Tracker(
-            Path(config.trainer.output_dir),
-            config.tracking,
-            config.model_dump(mode="json"),
-            versions,
-            num_steps=config.trainer.steps,
-            first_step=done + 1 if done else 0,
-            gpus=placed.gpu_ids,
-        )
-        trainer.tracker = stack.enter_context(tracker)
+        versions = {"engine": json.dumps(wait_until_ready()[0])}
+        trainer.tracker = stack.enter_context(open_tracker(config, placed, done, versions))
         trainer.evaluator = Evaluator(
-            config, problems.held_out, generator, pool, tokenizer, tracker
+            config, problems.held_out, generator, pool, tokenizer, trainer.tracker
         )
-        trainer.train(done)
+        trainer.train()

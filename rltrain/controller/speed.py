@@ -73,20 +73,22 @@ class Speed:
         """The ``throughput/`` metrics of a step.
 
         Args:
-            batch: what was trained on; ``rollout/`` metrics are of all that was sampled, also of
-                what dynamic sampling then left out
+            batch: what was trained on; ``rollout/`` metrics, where anything was sampled, are of
+                all of that, also of what dynamic sampling then left out
             step: its ``rollout/`` and ``time/`` metrics
             scored: whether the old log-probabilities were computed; updated: whether all
                 mini-batches were
         """
-        tokens = step["rollout/num_tokens"]
+        tokens = step.get("rollout/num_tokens", batch.num_tokens)
         per_second = tokens / step["time/step"]
         found = {
             "throughput/tokens_per_second": per_second,
-            "throughput/generated_tokens_per_second": step["rollout/num_response_tokens"]
-            / step["time/generate"],
             "memory/host_rss_gib": resident_gib(),
         }
+        sampled = "rollout/num_response_tokens" in step
+        if sampled:
+            generated = step["rollout/num_response_tokens"] / step["time/generate"]
+            found["throughput/generated_tokens_per_second"] = generated
         if self.placement.num_gpus:
             per_gpu = per_second / self.placement.num_gpus
             found["throughput/tokens_per_second_per_gpu"] = per_gpu
@@ -96,11 +98,11 @@ class Speed:
         peak = self.card.flops * len(self.placement.policy)
         scoring = forward_flops(self.work, lens) / peak
         update = update_flops(self.work, lens) / peak
-        if scored:
+        if scored and "time/old_logprobs" in step:
             found["throughput/mfu_scoring"] = scoring / step["time/old_logprobs"]
         if updated:
             found["throughput/mfu_update"] = update / step["time/update"]
-        if tokens == batch.num_tokens and not step.get("rollout/aborted_groups"):
+        if sampled and tokens == batch.num_tokens and not step.get("rollout/aborted_groups"):
             decoding = self._decoding_seconds(batch, self.work, self.card)
             bound = tokens / (decoding + scoring + update) / self.placement.num_gpus
             found["throughput/generate_over_bound"] = decoding / step["time/generate"]

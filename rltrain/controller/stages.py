@@ -110,8 +110,7 @@ def overlong_penalty(lengths: Tensor, overlong: OverlongConfig, limit: int) -> T
 
 
 def with_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, float]]:
-    """Fill ``advantages``, ``returns`` where values are learned, and ``loss_weights``, whose
-    denominator is each mini-batch's own."""
+    """Fill ``advantages``, ``returns`` where values are learned, and ``loss_weights``."""
     algorithm = config.algorithm
     rewards, token_rewards, loss_mask = batch.require("rewards", "token_rewards", "loss_mask")
     (group_ids,) = batch.require("group_ids")
@@ -131,22 +130,22 @@ def with_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, floa
     if algorithm.overlong.mask:
         (truncated,) = batch.require("truncated")
         loss_mask = loss_mask & ~truncated.repeat_interleave(batch.seq_lens)
-    sizes = mini_batch_sizes(batch.num_sequences, config.trainer.mini_batches)
-    lens = batch.seq_lens.split(sizes)
-    limit = config.rollout.max_response_tokens
-    weights = [
-        loss_weights(mask, part, algorithm.aggregation, limit)
-        for mask, part in zip(
-            loss_mask.split([int(part.sum()) for part in lens]), lens, strict=True
-        )
-    ]
     batch = batch.with_fields(
-        advantages=found.advantages,
-        returns=found.returns,
-        loss_mask=loss_mask,
-        loss_weights=torch.cat(weights),
+        advantages=found.advantages, returns=found.returns, loss_mask=loss_mask
     )
-    return batch, advantage_metrics(found.advantages[loss_mask])
+    return with_loss_weights(batch, config), advantage_metrics(found.advantages[loss_mask])
+
+
+def with_loss_weights(batch: Batch, config: Config) -> Batch:
+    """Fill ``loss_weights`` from ``loss_mask``, by the denominator of each mini-batch."""
+    (loss_mask,) = batch.require("loss_mask")
+    lens = batch.seq_lens.split(mini_batch_sizes(batch.num_sequences, config.trainer.mini_batches))
+    masks = loss_mask.split([int(part.sum()) for part in lens])
+    aggregation, limit = config.algorithm.aggregation, config.rollout.max_response_tokens
+    weights = [
+        loss_weights(mask, part, aggregation, limit) for mask, part in zip(masks, lens, strict=True)
+    ]
+    return batch.with_fields(loss_weights=torch.cat(weights))
 
 
 def check_overlap(

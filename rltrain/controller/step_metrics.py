@@ -136,34 +136,49 @@ def update_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, f
 
     What a loss of one's own measures is ``own/NAME``.
     """
-    skipped = {"policy/skipped_updates": float(mini_batches - len(updates))}
+    metrics = learner_metrics(updates, mini_batches)
     if not updates:
-        return skipped
-
-    def mean(name: str) -> float:
-        return sum(u.totals[name] for u in updates) / max(
-            1.0, sum(u.totals["tokens"] for u in updates)
-        )
-
+        return metrics
     names = {"policy/ratio_mean": "ratio", "policy/kl": "kl"}
     names |= {"policy/entropy": "entropy", "policy/ref_kl": "ref_kl"}
     totals = updates[0].totals
     stats = [name.removeprefix("stat/") for name in totals if name.startswith("stat/")]
     names |= {f"{'policy' if s in STATS else 'own'}/{s}": f"stat/{s}" for s in stats}
-    metrics = {
-        "policy/loss": sum(u.totals["loss"] for u in updates) / len(updates),
+    metrics |= {
         "policy/policy_loss": sum(u.totals["policy_loss"] for u in updates) / len(updates),
-        **{metric: mean(name) for metric, name in names.items() if name in totals},
+        **{metric: _token_mean(updates, n) for metric, n in names.items() if n in totals},
         "policy/ratio_max": max(u.maxima["ratio_max"] for u in updates),
         "policy/ratio_min": -max(u.maxima["ratio_min"] for u in updates),
         "policy/entropy_max": max(u.maxima["entropy_max"] for u in updates),
-        "policy/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
-        "policy/lr": updates[-1].lr,
     }
     if {"clip_fraction_low", "clip_fraction_high"} <= set(stats):
         sides = metrics["policy/clip_fraction_low"], metrics["policy/clip_fraction_high"]
         metrics["policy/clip_fraction"] = sum(sides)
-    return metrics | skipped
+    return metrics
+
+
+def supervised_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, float]:
+    """The loss of a token, whatever ``algorithm.aggregation`` makes of it, over all updates."""
+    metrics = learner_metrics(updates, mini_batches)
+    return metrics | ({"sft/loss": _token_mean(updates, "nll")} if updates else {})
+
+
+def learner_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, float]:
+    """What every kind of update has."""
+    metrics = {"policy/skipped_updates": float(mini_batches - len(updates))}
+    if updates:
+        metrics |= {
+            "policy/loss": sum(u.totals["loss"] for u in updates) / len(updates),
+            "policy/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+            "policy/lr": updates[-1].lr,
+        }
+    return metrics
+
+
+def _token_mean(updates: Sequence[Updated], name: str) -> float:
+    """Over the loss tokens of all updates."""
+    tokens = sum(u.totals["tokens"] for u in updates)
+    return sum(u.totals[name] for u in updates) / max(1.0, tokens)
 
 
 def mismatch_over_entropy(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,33 +1,24 @@
-"""The loop: generate, reward, score, update, sync."""
+"""A step of reinforcement learning: generate, reward, score, update, sync."""
 
-import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
-from rltrain.config import Config
-from rltrain.controller import checkpoint, stages, step_metrics
+from rltrain.controller import stages, step_metrics
 from rltrain.controller.cluster import Cluster
 from rltrain.controller.critic_group import CriticGroup
-from rltrain.controller.evaluation import Evaluator
-from rltrain.controller.invariants import FirstStep, block, check_first_step, require
-from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller.invariants import Check, FirstStep, check_first_step
+from rltrain.controller.loop import Loop, Step
 from rltrain.controller.sampling import Sampler
-from rltrain.controller.speed import Speed
 from rltrain.controller.turns import Turns
 from rltrain.controller.weight_sync import WeightSync, check_weight_sync
-from rltrain.controller.worker_group import WorkerGroup
 from rltrain.policy.types import Scored, Updated
 from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.timers import StepTimer
-from rltrain.tracking.tracker import Tracker
 from rltrain.weights.architecture import Architecture
-
-logger = logging.getLogger(__name__)
 
 UPDATE_ROUTING: dict[str, Literal["native", "rollout", "recorded"]] = {
     "off": "native",
@@ -38,23 +29,16 @@ UPDATE_ROUTING: dict[str, Literal["native", "rollout", "recorded"]] = {
 
 
 @dataclass
-class Trainer:
+class Trainer(Loop):
     """GRPO (arXiv:2402.03300, algorithm 1) and its kin with routing replay (arXiv:2510.11370)."""
 
-    config: Config
     arch: Architecture
     sampler: Sampler
-    policy: PolicyGroup
-    critic: CriticGroup | None
     spec: EngineSpec
     placed: Cluster
     weight_sync: WeightSync
-    speed: Speed
     turns: Turns = field(init=False)
-    evaluator: Evaluator = field(init=False)
-    tracker: Tracker = field(init=False)
     kl_coef: float = field(init=False)
-    resumed_after: int = field(init=False)  # the step, 0 in a fresh run
     synced_after: int = field(init=False)  # the step whose weights the engines have
 
     def __post_init__(self) -> None:
@@ -67,17 +51,10 @@ class Trainer:
             self.config.cluster.call_timeout_s,
         )
 
-    def train(self, done: int) -> None:
-        """Go on after step ``done``, 0 for a fresh run."""
-        self.resumed_after = done
-        self.sync_weights(done, StepTimer())
-        if done == 0 and self.config.trainer.eval_every:
-            self.tracker.log(0, self.evaluator.evaluate(0))
-        for step in range(done + 1, self.config.trainer.steps + 1):
-            self.step(step)
+    def begin(self) -> None:
+        self.sync_weights(self.resumed_after, StepTimer())
 
-    def step(self, step: int) -> None:
-        timer = StepTimer()
+    def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
         sampled, metrics = self.sampler.sample(step, timer)
         metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
         batch, found = self.fall_back(sampled.batch, sampled.names)
@@ -88,7 +65,6 @@ class Trainer:
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
             metrics |= self.compare_with_native(batch, scored)
-        is_first = step == max(self.resumed_after, self.warmup_steps) + 1
         paired = None
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
@@ -114,26 +90,14 @@ class Trainer:
                 if self.arch.moe_layers:
                     metrics["routing/padded_fraction"] = self.policy.padded_fraction
         metrics |= self.adapt_reference(step, batch, metrics)
-        if self.saves(step):
-            with timer.phase("checkpoint"):
-                self.save(step)
+        return Step(batch, metrics, updates, scored, paired)
+
+    def hand_over(self, step: int, timer: StepTimer) -> None:
+        """The engines' turn: with new weights, or with those they have."""
         if self.syncs(step):
             self.sync_weights(step, timer)
         else:
             self.turns.to_engines(timer)
-        if self.evaluator.is_due(step):
-            with timer.phase("eval"):
-                metrics |= self.evaluator.evaluate(step)
-        metrics |= timer.metrics()
-        metrics |= self.speed.metrics(
-            batch,
-            metrics,
-            scored=scored is not None,
-            updated=len(updates) == self.config.trainer.mini_batches,
-        )
-        self.tracker.log(step, metrics)
-        if is_first:
-            self.check_invariants(step, batch, paired, updates, metrics)
 
     # The stages
 
@@ -254,75 +218,31 @@ class Trainer:
             self.policy.call("refresh_reference")
         return {"policy/kl_coef": used}
 
-    def check_invariants(
-        self,
-        step: int,
-        batch: Batch,
-        paired: Batch | None,
-        updates: Sequence[Updated],
-        metrics: dict[str, float],
-    ) -> None:
-        """Print what must hold in a first step, and end the run unless it does.
-
-        Args:
-            paired: see `pair_reference`
-
-        Raises:
-            RuntimeError: as `invariants.require`, where ``trainer.invariants=stop``.
-        """
+    def first_checks(self, taken: Step) -> list[Check]:
         params = self.config.policy.precision.params
         auto: Literal["fp32", "bf16"] = "fp32" if self.spec.device == "cpu" else "bf16"
         first = FirstStep(
-            batch=batch,
-            updates=updates,
-            metrics=metrics,
+            batch=taken.batch,
+            updates=taken.updates,
+            metrics=taken.metrics,
             is_fresh=self.resumed_after == 0,
-            paired=paired,
+            paired=taken.paired,
             native_losses=self.policy.call("native_losses")[0],
             precision=auto if params == "auto" else params,
             vocab_size=self.arch.vocab_size,
             has_experts=bool(self.arch.moe_layers),
         )
-        checks = check_first_step(first, self.config)
-        logger.info("%s", block(checks, step))
-        self.tracker.invariants(step, [asdict(check) for check in checks])
-        if self.config.trainer.invariants == "stop":
-            require(checks, step)
+        return check_first_step(first, self.config)
 
     def syncs(self, step: int) -> bool:
         return step % self.config.trainer.sync_every == 0
 
-    def saves(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"kl_coef": self.kl_coef}
 
-    def save(self, step: int) -> None:
-        state = {"prompts": self.sampler.prompts.state_dict(), "kl_coef": self.kl_coef}
-        checkpoint.save(self.run_dir, step, self.models, state, self.config.checkpoint.keep)
-
-    def resume(self) -> int:
-        """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
-        found = checkpoint.checkpoints(self.run_dir)
-        if self.config.trainer.resume == "never" or not found:
-            return 0
-        state = checkpoint.restore(found[-1], self.run_dir, self.models, self.config.checkpoint)
-        self.sampler.prompts.load_state_dict(state["prompts"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
         self.kl_coef = state["kl_coef"]
-        return int(state["step"])
-
-    @property
-    def warmup_steps(self) -> int:
-        """First steps in which the policy is left as it is."""
-        return 0 if self.critic is None else self.config.critic.warmup_steps
-
-    @property
-    def models(self) -> list[WorkerGroup]:
-        """Those that learn."""
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.trainer.output_dir)
 
     def sync_weights(self, step: int, timer: StepTimer) -> None:
         """Bring the weights after ``step`` into the engines, whose turn it is then."""

@@ -28,6 +28,8 @@ class Problem:
     answer: Any
     columns: dict[str, Any] = field(default_factory=dict)
     id: str = ""
+    target_tokens: tuple[int, ...] = ()
+    """The answer as supervised steps teach it."""
 
     def __post_init__(self) -> None:
         if not self.id:

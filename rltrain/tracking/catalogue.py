@@ -164,7 +164,21 @@ LEARNING = (
     _learning(
         "eval/response_length_mean", "mean response length", HELD_OUT, "tokens", when="evaluation"
     ),
-    _learning("sft/loss", "mean negative log-probability of the target", "target tokens", "nat"),
+    _learning(
+        "eval/loss",
+        "mean negative log-probability of the target, in supervised runs",
+        "target tokens of the held-out problems",
+        "nat",
+        when="evaluation",
+        better="lower",
+    ),
+    _learning(
+        "sft/loss",
+        "mean negative log-probability of the target before each update",
+        "target tokens of all mini-batches",
+        "nat",
+        better="lower",
+    ),
 )
 
 _correction = partial(Metric, section="mismatch")
@@ -428,7 +442,7 @@ PERFORMANCE = (
     _seconds("step", "the whole step, wall clock"),
     _performance(
         "throughput/tokens_per_second",
-        "prompt and response tokens / time/step",
+        "prompt and response (in supervised runs: target) tokens / time/step",
         "time/step",
         "tokens/s",
         better="higher",

@@ -30,7 +30,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         Panel("clipped tokens", ("policy/clip_fraction_low", "policy/clip_fraction_high")),
         Panel("largest and smallest ratio", ("policy/ratio_max", "policy/ratio_min"), True),
         Panel("KL to the old policy and the reference", ("policy/kl", "policy/ref_kl")),
-        Panel("loss", ("policy/loss", "sft/loss")),
+        Panel("loss", ("policy/loss", "sft/loss", "eval/loss")),
         Panel("rounds of dynamic sampling", ("group/rounds",)),
     ),
     "critic": (

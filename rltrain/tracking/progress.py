@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 # The metric, what it is called on the line, and how its value is written.
 KEY_NUMBERS = (
     ("sft/loss", "loss", "{:.3f}"),
+    ("eval/loss", "held-out loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("eval/accuracy", "accuracy", "{:.1%}"),
     ("routing/coverage", "coverage", "{:.4g}"),

@@ -182,6 +182,8 @@ def _learning(rows: Rows) -> list[Figure]:
     )
     figures = [accuracy, _smoothed_figure("Mean reward", rows, "reward/mean")]
     figures.append(_smoothed_figure("Supervised loss", rows, "sft/loss"))
+    held_out = [("eval/loss", "held-out problems", "series-a")]
+    figures.append(_figure("Supervised loss on held-out problems", rows, held_out, number))
     return [figure for figure in figures if figure is not None]
 
 

@@ -26,6 +26,9 @@ from rltrain.tracking.wandb import WandbRun
 
 logger = logging.getLogger(__name__)
 
+OUTCOME = "outcome.json"
+"""Of a run that ended: how."""
+
 SAMPLE_COLUMNS = ("prompt", "response", "answer", "reward", "finish_reason")
 
 
@@ -66,7 +69,7 @@ class Tracker:
     ) -> None:
         self.run_dir = run_dir
         self._num_samples = tracking.num_samples
-        (run_dir / "outcome.json").unlink(missing_ok=True)
+        (run_dir / OUTCOME).unlink(missing_ok=True)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         _write(run_dir / "versions.json", json.dumps({"started": started, **versions}, indent=2))
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
@@ -139,7 +142,7 @@ class Tracker:
             "error": None if error is None else f"{type(error).__name__}: {error}",
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        _write(self.run_dir / "outcome.json", json.dumps(outcome, indent=2))
+        _write(self.run_dir / OUTCOME, json.dumps(outcome, indent=2))
 
     def _finish_wandb(self, error: BaseException | None) -> None:
         if self._wandb is not None:

@@ -58,7 +58,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "aggregation": "sequence_mean_token_sum",
         "clip_high": 0.3,
         "dual_clip": 1.3,
-        "kl": {"coef": 0.05, "estimator": "k1"},
+        "kl": {"coef": 0.05, "estimator": "k2"},
     },
     "pg": {"aggregation": "token_mean"},
 }

@@ -26,9 +26,9 @@ SMALL = (
     "data.size=200",
     "data.eval_size=32",
     "trainer.prompts_per_step=8",
-    "algorithm.group_size=4",
     "tracking.wandb=disabled",
 )
+SMALL_GROUPS = ("algorithm.group_size=4",)  # supervised runs have none
 LIMIT_S = 540.0
 
 
@@ -83,6 +83,7 @@ def start(tmp_path: Path, cache_dir: Path) -> Iterator[Start]:
     def start_run(name: str, *overrides: str, recipe: str = "grpo_moe_r3") -> Run:
         folder = tmp_path / name
         command = [sys.executable, "-m", "rltrain.main", f"+recipe={recipe}", *SMALL]
+        command += () if recipe.startswith("sft") else SMALL_GROUPS
         command += [f"model.cache_dir={cache_dir}", f"trainer.output_dir={folder}", *overrides]
         log = tmp_path / f"{name}.{len(runs)}.log"
         with log.open("w") as file:

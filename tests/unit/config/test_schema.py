@@ -44,7 +44,12 @@ IMPOSSIBLE = [
             "algorithm.kl.estimator": "k3_k2",
         },
         "estimator=k3_k2",
-        "a reward has no gradient",
+        "its gradient is that of a kl",
+    ),
+    (
+        {"algorithm.kl.coef": 0.1, "algorithm.kl.estimator": "k1"},
+        "use k2 or k3_k2",
+        "its gradient is that of a kl",
     ),
     ({"algorithm.correction.weight_min": 2.0}, "weight_min=2.0", "bounds are in order"),
     ({"algorithm.correction.reject_max": 0.1}, "reject_max=0.1", "bounds are in order"),

@@ -1,0 +1,56 @@
+"""From the answers of problems to the tokens that supervised steps teach."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rltrain.config.data import DataConfig
+from rltrain.data.problem import Problem, shorten
+from rltrain.data.prompts import Tokenizer, encode_response
+
+logger = logging.getLogger(__name__)
+
+
+def with_targets(
+    problems: Sequence[Problem], tokenizer: Tokenizer, config: DataConfig, max_tokens: int
+) -> tuple[Problem, ...]:
+    """The problems with their answers as ``target_tokens``, in their order.
+
+    An answer of more than ``max_tokens`` tokens, its end-of-sequence token counted, is dropped or
+    refused as a long prompt is (``data.on_long_prompt``).
+
+    Raises:
+        ValueError: an answer that is not text, or one that is too long; the message has its prompt.
+    """
+    found = [replace(p, target_tokens=encode_response(_text(p), tokenizer)) for p in problems]
+    kept = tuple(p for p in found if len(p.target_tokens) <= max_tokens)
+    if len(kept) == len(found):
+        return kept
+    if config.on_long_prompt == "error" or not kept:
+        long = next(p for p in found if len(p.target_tokens) > max_tokens)
+        raise ValueError(
+            f"{_place(long)} has {len(long.target_tokens)} tokens, its end-of-sequence token "
+            f"counted, and rollout.max_response_tokens is {max_tokens} ({len(found) - len(kept)} "
+            f"of {len(found)} answers are longer): raise it, or set data.on_long_prompt=drop to "
+            "leave such rows out"
+        )
+    logger.warning("left out %d of %d rows with a long answer", len(found) - len(kept), len(found))
+    return kept
+
+
+def _text(problem: Problem) -> str:
+    """A whole number has one way to be written; a fraction, a boolean or a list has several."""
+    answer = problem.answer
+    if isinstance(answer, str) and answer:
+        return answer
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    raise ValueError(
+        f"{_place(problem)} is {shorten(repr(answer))} ({type(answer).__name__}): expected text, "
+        "which supervised steps teach as it is. Name the column that has it with "
+        "data.answer_column, or write the answers as text"
+    )
+
+
+def _place(problem: Problem) -> str:
+    return f"the answer to {shorten(problem.prompt)!r}"
