@@ -9,7 +9,9 @@ from pathlib import Path
 from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
 from rltrain.config.groups import conf_folder
-from rltrain.controller.preflight import check_layout, check_lengths, check_replay, read_sizes
+from rltrain.controller.engine_shapes import Device, check_cpu_heads, check_tensor_parallel
+from rltrain.controller.machine import device
+from rltrain.controller.model_checks import check_layout, check_lengths, check_replay, read_model
 from rltrain.parallel.memory import GIB
 from rltrain.weights.architecture import Architecture
 
@@ -44,7 +46,8 @@ def plan(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     config = compose(options.overrides, options.config_dir)
     config, note = with_architecture(config)
-    arch = checked(config)
+    # With --gpus it is planned for another machine than this one.
+    arch = checked(config, "cuda" if options.gpus else device(config.cluster))
     machine = Machine(options.gpus, int(options.gpu_memory_gib * GIB))
     text, fits = describe(config, arch, machine, note, has_critic=needs_critic(config.algorithm))
     sys.stdout.write(text)
@@ -68,30 +71,22 @@ def with_architecture(config: Config) -> tuple[Config, str]:
     return config.model_copy(update={"model": model}), note
 
 
-def checked(config: Config) -> Architecture:
+def checked(config: Config, device: Device) -> Architecture:
     """The architecture of the model, which layout, lengths and replay go with.
 
     Raises:
         ValueError: as preflight raises it.
     """
-    sizes = read_sizes(config)
-    check_layout(config, sizes)
-    if config.algorithm.type == "rl":
-        check_lengths(config, sizes)
-        check_replay(config, sizes)
-    return architecture_of(config)
-
-
-def architecture_of(config: Config) -> Architecture:
-    from rltrain.weights.families import architecture_from_config, read_architecture
-
-    if config.model.path is None:
-        from rltrain.data.tiny_model import tiny_config
-
-        return architecture_from_config(tiny_config(config.model.tiny).to_diff_dict(), "model.tiny")
-    found = read_architecture(config.model.path, config.model.mtp, bridge=config.model.bridge)
-    if found.family == "bridged":
+    model = read_model(config)
+    if model.family == "bridged":
         raise ValueError(
             f"{config.model.path}: rltrain does not map this family and cannot count its parameters"
         )
-    return found
+    check_layout(config, model)
+    if config.algorithm.type == "rl":
+        check_lengths(config, model)
+        check_replay(config, model)
+        check_tensor_parallel(config.rollout, model)
+        if device == "cpu":
+            check_cpu_heads(model, config.model.path)
+    return model

@@ -10,7 +10,7 @@ from typing import Any
 
 from rltrain.cli.routes import existing, load_routes, parse_layout
 from rltrain.config.policy import PolicyConfig
-from rltrain.controller.preflight import count_gpus
+from rltrain.controller.machine import count_gpus
 from rltrain.data.arithmetic import NUM_PROBLEMS, arithmetic_rows
 from rltrain.data.prompts import encode_prompt, encode_response
 from rltrain.parallel.layers import Pipeline

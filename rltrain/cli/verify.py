@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from rltrain.config.policy import ParallelConfig
-from rltrain.controller.preflight import count_gpus
+from rltrain.controller.machine import count_gpus
 from rltrain.policy.layout_case import LAYOUTS, Case, whole_product
 from rltrain.policy.layout_models import MODELS
 from rltrain.policy.layout_row import NATIVE, PERTURBED, RECORDED, Row, read_row, result_file

@@ -1,7 +1,9 @@
 """The tiny model's tokenizer: one token a byte, so it reads any text."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS, START = "<pad>", "<bos>", "<eos>", "<|start|>"
 VOCAB_SIZE = 272
@@ -16,8 +18,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     """A byte-level tokenizer with a chat template; plain text starts with ``<bos>``."""
+    # Seconds, of which the names above have no need.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
     specials = [PAD, BOS, EOS, START]
     specials += [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - 256 - len(specials))]
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())

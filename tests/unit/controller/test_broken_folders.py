@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rltrain.controller.preflight import check_weights
+from rltrain.controller.model_checks import check_weights
+from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.main import main
 from rltrain.weights.export import write_safetensors
+from rltrain.weights.families import read_architecture
 from rltrain.weights.files import INDEX
 
 ROOT = Path(__file__).parents[3]
@@ -34,14 +36,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in two files."""
     folder = tmp_path_factory.mktemp("model") / "whole"
     config = Qwen3MoeConfig(
-        vocab_size=64,
+        vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=48,
         moe_intermediate_size=24,
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,
         num_experts=2,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -49,6 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     write_safetensors(folder, tensors.items(), sum(t.nbytes for t in tensors.values()) * 2 // 3)
@@ -232,4 +235,4 @@ def test_the_layout_of_the_hugging_face_cache_is_read(whole: Path, tmp_path: Pat
     for number, file in enumerate(sorted(whole.iterdir())):
         shutil.copy2(file, blobs / f"{number}")
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    check_weights(str(snapshot))
+    check_weights(str(snapshot), read_architecture(snapshot))

@@ -3,31 +3,23 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rltrain.config import Config
-from rltrain.controller.preflight import (
-    Sizes,
-    check_data,
-    check_expert_parallel,
-    check_imported,
-    check_layout,
-    check_output,
-    check_ranks,
-    device,
-    preflight,
-    read_sizes,
-)
+from rltrain.controller.machine import check_ranks, device
+from rltrain.controller.model_checks import check_imported, check_layout, read_model
+from rltrain.controller.preflight import check_data, check_output, preflight
+from rltrain.data.tiny_model import tiny_config
 from rltrain.main import compose, main, start_folder
 from rltrain.weights import manifest
+from rltrain.weights.families import architecture_from_config
 
 ROOT = Path(__file__).parents[3]
-MOE = Sizes(
-    num_heads=4, num_kv_heads=2, num_experts=32, num_layers=4, expert_size=48, max_positions=2048
-)
+MOE = read_model(Config())
 
 
 def with_layout(policy: dict[str, Any] | None = None, **sizes: Any) -> Config:
@@ -43,7 +35,7 @@ def save_dense_model(folder: Path) -> None:
         "hidden_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
         "intermediate_size": 128,
         "vocab_size": 128,
         "rms_norm_eps": 1e-6,
@@ -99,28 +91,16 @@ def test_a_dense_model_has_nothing_to_replay(mode: str, tmp_path: Path) -> None:
         preflight(compose([model, folder, "routing_replay.capture=false"]))
 
 
-def test_engine_ranks_share_the_experts_out_on_gpus() -> None:
-    config = with_layout(rollout={"tensor_parallel": 2, "expert_parallel": True})
-    check_expert_parallel(config, MOE, "cuda")
-    with pytest.raises(ValueError, match=r"expert_parallel=true: expected a GPU, found"):
-        check_expert_parallel(config, MOE, "cpu")
-    for found in (0, 33):
-        with pytest.raises(ValueError, match=rf"divisor of the model's experts, found {found} exp"):
-            check_expert_parallel(config, MOE._replace(num_experts=found), "cuda")
-
-
 def test_the_layout_divides_the_model() -> None:
     check_layout(with_layout(tp=2, dp=4, ep=8), MOE)
     with pytest.raises(ValueError, match="tp=4: expected a divisor of the 2 key-value heads"):
         check_layout(with_layout(tp=4), MOE)
     with pytest.raises(ValueError, match="tp=8: expected a divisor of the 4 attention heads"):
         check_layout(with_layout(tp=8), MOE)
-    with pytest.raises(ValueError, match="tensor_parallel=3: expected a divisor of the 4"):
-        check_layout(with_layout(rollout={"tensor_parallel": 3}), MOE)
     with pytest.raises(ValueError, match=r"ep=64: .* found 32 experts"):
         check_layout(with_layout(dp=64, ep=64), MOE)
     with pytest.raises(ValueError, match=r"ep=2: .* found 0 experts"):
-        check_layout(with_layout(dp=2, ep=2), MOE._replace(num_experts=0))
+        check_layout(with_layout(dp=2, ep=2), replace(MOE, num_experts=0))
     with pytest.raises(ValueError, match=r"etp=32: expected a divisor of the experts'.* found 48"):
         check_layout(with_layout(dp=32, etp=32), MOE)
 
@@ -142,13 +122,12 @@ def test_recomputation_fits_every_chunk() -> None:
     check_layout(with_layout(twice | {"recompute_method": "block"}, pp=2, vpp=2), MOE)
 
 
-def test_the_sizes_are_those_of_the_model(tmp_path: Path) -> None:
-    assert read_sizes(Config()) == MOE
-    save_dense_model(tmp_path)
-    config = Config.model_validate({"model": {"path": str(tmp_path)}})
-    assert read_sizes(config) == Sizes(
-        num_heads=4, num_kv_heads=2, num_experts=0, num_layers=2, expert_size=0, max_positions=128
-    )
+def test_the_tiny_model_is_what_transformers_builds() -> None:
+    tiny = {"num_layers": 3, "hidden_size": 64, "num_heads": 8, "head_dim": 64, "expert_size": 32}
+    for sizes in ({}, tiny):
+        config = Config.model_validate({"model": {"tiny": sizes}})
+        built = tiny_config(config.model.tiny).to_diff_dict()
+        assert read_model(config) == architecture_from_config(built, "the tiny model")
 
 
 def test_ranks_fit_the_cores() -> None:
@@ -222,8 +201,8 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
 
 def test_the_checks_import_no_torch() -> None:
     code = (
-        "import sys; from rltrain.controller.preflight import preflight, read_sizes\n"
-        "from rltrain.config import Config; read_sizes(Config())\n"
+        "import sys; from rltrain.controller.preflight import preflight, read_model\n"
+        "from rltrain.config import Config; read_model(Config())\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
