@@ -47,10 +47,9 @@ def test_latent_attention_has_one_size_on_cpus() -> None:
     assert LATENT.mla is not None
     for rank, rope in ((16, 8), (512, 32), (544, 32)):
         small = replace(LATENT.mla, kv_lora_rank=rank, qk_rope_head_dim=rope)
-        sizes = {"mla": small, "head_dim": small.qk_head_dim}
         answer = rf"kv_lora_rank={rank}, qk_rope_head_dim={rope}: expected 512 and 64"
         with pytest.raises(ValueError, match=answer):
-            check_cpu_heads(replace(LATENT, **sizes), "folder")
+            check_cpu_heads(replace(LATENT, mla=small, head_dim=small.qk_head_dim), "folder")
 
 
 def test_blocks_on_a_cpu() -> None:
