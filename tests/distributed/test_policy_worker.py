@@ -23,7 +23,7 @@ from rltrain.data.packing import pack, plan_step
 from rltrain.policy.pass_file import relative_error
 from rltrain.routing.align import last_rows
 from rltrain.weights.shared_memory import read_segment
-from tests.distributed.run_ranks import rendezvous, run_ranks
+from tests.distributed.run_ranks import asked_for, rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # one fixture runs all cases
@@ -110,14 +110,18 @@ def saved_batch(layers: int = LAYERS) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("policy")
+    asked = asked_for(request, CASES)
+    names = [n for n in CASES if n in asked or n in {one_rank(CASES[name]) for name in asked}]
     for model, dense in MODELS.items():
         sizes: dict[str, Any] = {"num_layers": LAYERS, "num_experts": EXPERTS, "k": K}
         save_tiny_moe(folder / model, **sizes, vocab=VOCAB, dense_layers=dense)
-    run_ranks(run_cases, 4, folder, timeout_s=540)
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in CASES}
-    for name in CASES:
+    run_ranks(run_cases, 4, folder, names, timeout_s=540)
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for name in names:
         for file in folder.glob(f"{name}.*.safetensors"):
             found[name] |= load_file(file)
     return found
@@ -161,8 +165,9 @@ def test_perturbed_routes_move_the_logprobs_after_them_only(
 # On the ranks
 
 
-def run_cases(rank: int, folder: Path) -> None:
-    for name, case in CASES.items():
+def run_cases(rank: int, folder: Path, names: list[str]) -> None:
+    for name in names:
+        case = CASES[name]
         values = {"policy": {"parallel": case.parallel, "recompute": case.recompute}}
         if name in ONE.values():
             values["rollout"] = {"quantization": "fp8"}  # changes what is sent, and nothing else

@@ -15,6 +15,7 @@ def save_tiny_moe(
     k: int,
     vocab: int,
     dense_layers: Sequence[int] = (),
+    seed: int = 0,
 ) -> None:
     """Weights are large enough that experts differ and a changed route shows."""
     config = Qwen3MoeConfig(
@@ -35,5 +36,5 @@ def save_tiny_moe(
         tie_word_embeddings=False,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         Qwen3MoeForCausalLM(config).save_pretrained(folder)
