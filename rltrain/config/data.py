@@ -15,6 +15,13 @@ class RewardConfig(Section):
     function: str = "exact"
     """``exact``, ``math_verify``, ``reasoning_gym`` or the dotted path of a function
     ``(response: str, answer: object, **columns) -> float``."""
+    text: Literal["raw", "clean"] = "raw"
+    """What ``response`` is: the text as sampled, or without the tokenizer's special tokens. Without
+    them ``<|channel|>final<|message|>42`` reads ``final42``. The token or stop string that ended
+    the response is in neither."""
+    success_at: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """From which reward on a response counts as correct. null: what the function declares, which is
+    1 for the built-in ones; where it declares nothing, no accuracy is logged."""
     num_workers: Positive = 1
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1

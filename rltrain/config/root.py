@@ -113,6 +113,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def evaluations_fall_on_weight_syncs(self) -> Self:
+        """Between two the engines have older weights; a sync of its own would make the rollouts
+        that follow fresher, so that evaluating would change what is learned."""
+        every, sync = self.trainer.eval_every, self.trainer.sync_every
+        if every % sync:
+            near = every // sync * sync
+            raise ValueError(
+                f"trainer.eval_every={every} is not a multiple of trainer.sync_every={sync}: "
+                "evaluations between two syncs would measure older weights than their step's; use "
+                f"eval_every={near or sync} or {near + sync}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def an_adaptive_kl_stays_positive(self) -> Self:
         """A step multiplies the coefficient by at least 1 - 0.2 responses / horizon."""
         kl, prompts = self.algorithm.kl, self.trainer.prompts_per_step

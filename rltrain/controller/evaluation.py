@@ -1,6 +1,7 @@
-"""What a reward function judges, and greedy accuracy on held-out problems."""
+"""What a reward function judges, and the greedy responses to held-out problems."""
 
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,22 +11,26 @@ from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool, RewardResult, Sample
 from rltrain.rollout.generator import Generator
+from rltrain.rollout.stop_strings import response_texts
 from rltrain.rollout.types import Rollout
 from rltrain.tracking.tracker import Tracker
 
 
+def sample_of(problem: Problem, raw: str, clean: str | None = None) -> Sample:
+    """A response to a problem as the reward function gets it; ``clean`` is ``raw`` by default."""
+    return Sample(
+        raw=raw,
+        clean=raw if clean is None else clean,
+        answer=problem.answer,
+        prompt=problem.prompt,
+        columns=problem.columns,
+        prompt_id=problem.id,
+    )
+
+
 def judged(tokenizer: Tokenizer, problem: Problem, rollouts: Sequence[Rollout]) -> list[Sample]:
     """What the reward function sees of the responses to a problem."""
-    return [
-        Sample(
-            response=tokenizer.decode(rollout.response_tokens, skip_special_tokens=True),
-            answer=problem.answer,
-            prompt=problem.prompt,
-            columns=problem.columns,
-            prompt_id=problem.id,
-        )
-        for rollout in rollouts
-    ]
+    return [sample_of(problem, *response_texts(tokenizer, rollout)) for rollout in rollouts]
 
 
 def is_due(trainer: TrainerConfig, step: int) -> bool:
@@ -38,7 +43,7 @@ INTEGER = re.compile(r"-?\d+")
 
 @dataclass
 class Evaluator:
-    """Answers every held-out problem once, greedily."""
+    """Answers every held-out problem once, greedily, with the weights the engines have."""
 
     config: Config
     held_out: Sequence[Problem]
@@ -48,50 +53,66 @@ class Evaluator:
     tracker: Tracker
 
     def is_due(self, step: int) -> bool:
-        return is_due(self.config.trainer, step)
+        """On step 0, every ``eval_every``-th and the last; never without a held-out problem."""
+        return bool(self.held_out) and is_due(self.config.trainer, step)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Accuracy is the share of full rewards.
+        """The metrics ``eval/...``.
 
-        A format error is a response of which no answer can be read.
+        Raises:
+            RuntimeError: as `RewardPool.collect`: too many rewards failed.
         """
         rollouts = self.generator.greedy(self.held_out)
-        results = self.pool.score(
-            [
-                sample
-                for problem, rollout in zip(self.held_out, rollouts, strict=True)
-                for sample in judged(self.tokenizer, problem, [rollout])
-            ]
-        )
+        samples = [
+            sample
+            for problem, rollout in zip(self.held_out, rollouts, strict=True)
+            for sample in judged(self.tokenizer, problem, [rollout])
+        ]
+        results = self.pool.score(samples)
         self.tracker.samples(
             step, [self._row(*row) for row in zip(self.held_out, rollouts, results, strict=True)]
         )
-        values = [result.value or 0.0 for result in results]
-        lengths = [len(rollout.response_tokens) for rollout in rollouts]
-        unreadable = [
-            not self._is_readable(*pair) for pair in zip(self.held_out, rollouts, strict=True)
-        ]
-        return {
-            "eval/accuracy": sum(value >= 1.0 for value in values) / len(values),
-            "eval/format_error_fraction": sum(unreadable) / len(unreadable),
-            "eval/response_length_mean": sum(lengths) / len(lengths),
+        metrics = {
+            **evaluation_metrics(results),
+            "eval/truncated_fraction": statistics.fmean(
+                r.finish_reason == "length" for r in rollouts
+            ),
+            "eval/response_length_mean": statistics.fmean(len(r.response_tokens) for r in rollouts),
         }
-
-    def _is_readable(self, problem: Problem, rollout: Rollout) -> bool:
-        """It ended by itself and, where answers are compared as text, is of the answer's kind."""
-        text = self.tokenizer.decode(rollout.response_tokens, skip_special_tokens=True).strip()
-        if rollout.finish_reason == "length" or not text:
-            return False
-        literal = self.config.data.reward.function == "exact" and INTEGER.fullmatch(
-            str(problem.answer)
-        )
-        return INTEGER.fullmatch(text) is not None if literal else True
+        reward = self.config.data.reward
+        texts = [sample.raw if reward.text == "raw" else sample.clean for sample in samples]
+        integers = [
+            text
+            for text, problem in zip(texts, self.held_out, strict=True)
+            if INTEGER.fullmatch(str(problem.answer))
+        ]
+        if reward.function == "exact" and integers:
+            wrong = [INTEGER.fullmatch(text.strip()) is None for text in integers]
+            metrics["eval/format_error_fraction"] = statistics.fmean(wrong)
+        return metrics
 
     def _row(self, problem: Problem, rollout: Rollout, result: RewardResult) -> dict[str, object]:
+        text = self.tokenizer.decode(
+            rollout.response_tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return {
             "prompt": problem.prompt,
-            "response": self.tokenizer.decode(rollout.response_tokens, skip_special_tokens=False),
+            "response": text,
             "answer": problem.answer,
             "reward": result.value,
             "finish_reason": rollout.finish_reason,
         }
+
+
+def evaluation_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Of rewards that were computed; a failed one is counted and is no 0. Accuracy is left out
+    unless each of them comes with whether its response is correct."""
+    scored = [result for result in results if result.value is not None]
+    metrics = {"eval/failed_fraction": 1 - len(scored) / len(results)}
+    if not scored:
+        return metrics
+    metrics["eval/reward_mean"] = statistics.fmean(r.value for r in scored if r.value is not None)
+    verdicts = [result.correct for result in scored if result.correct is not None]
+    if len(verdicts) == len(scored):
+        metrics["eval/accuracy"] = statistics.fmean(verdicts)
+    return metrics

@@ -84,7 +84,7 @@ class Loop(ABC):
         """All steps after the one that `resume` went back to."""
         done = self.resumed_after
         self.begin()
-        if done == 0 and self.config.trainer.eval_every:
+        if done == 0 and self.evaluator.is_due(0):
             self.tracker.log(0, self.evaluator.evaluate(0))
         for step in range(done + 1, self.config.trainer.steps + 1):
             self.step(step)

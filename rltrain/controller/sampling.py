@@ -15,6 +15,7 @@ from rltrain.data.loader import PromptLoader
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool
 from rltrain.rollout.generator import Generator, Group, build_batch
+from rltrain.rollout.types import request_seed
 from rltrain.tracking.timers import StepTimer
 
 logger = logging.getLogger(__name__)
@@ -24,11 +25,13 @@ logger = logging.getLogger(__name__)
 class Sampled:
     batch: Batch  # with rewards and loss_mask
     names: list[str]  # how an error names each sequence
+    correct: list[bool | None]  # by the reward function; None where it does not say
     num_timeouts: int = 0
     num_aborted: int = 0  # groups
 
     def select(self, rows: Sequence[int]) -> "Sampled":
-        return replace(self, batch=self.batch.select(rows), names=[self.names[r] for r in rows])
+        names, correct = [self.names[r] for r in rows], [self.correct[r] for r in rows]
+        return replace(self, batch=self.batch.select(rows), names=names, correct=correct)
 
 
 @dataclass
@@ -76,11 +79,11 @@ class Sampler:
         if num_kept == 0:
             none = torch.zeros_like(rounds[-1].batch.response_mask)
             batch = rounds[-1].batch.with_fields(loss_mask=none)
-            return Sampled(batch, rounds[-1].names), metrics
+            return replace(rounds[-1], batch=batch), metrics
         return join([part for part in kept if part.names]), metrics
 
     def _metrics(self, seen: Sampled) -> dict[str, float]:
-        metrics = step_metrics.reward_metrics(seen.batch, seen.num_timeouts)
+        metrics = step_metrics.reward_metrics(seen.batch, seen.num_timeouts, seen.correct)
         metrics |= step_metrics.rollout_metrics(seen.batch)
         if self.config.rollout.oversample:
             metrics["rollout/aborted_groups"] = float(seen.num_aborted)
@@ -109,17 +112,25 @@ class Sampler:
             batch = stages.with_rewards(
                 batch,
                 [result.value for result in found],
-                shuffle_seed=step if self.config.data.reward.shuffle else None,
+                shuffle_seed=self._shuffle_seed(step, round),
             )
         names = [name for n in order for name in groups[n].names]
         num_timeouts = sum(result.status == "timeout" for result in found)
-        return Sampled(batch, names, num_timeouts, len(problems) - len(groups))
+        correct = [result.correct for result in found]
+        return Sampled(batch, names, correct, num_timeouts, len(problems) - len(groups))
+
+    def _shuffle_seed(self, step: int, round: int) -> int | None:
+        """Of the control that must not learn; None where rewards stay where they belong."""
+        if not self.config.data.reward.shuffle:
+            return None
+        return request_seed(self.config.trainer.seed, step, "rewards", round)
 
 
 def join(parts: Sequence[Sampled]) -> Sampled:
     return Sampled(
         Batch.join([part.batch for part in parts]),
         [name for part in parts for name in part.names],
+        [verdict for part in parts for verdict in part.correct],
         sum(part.num_timeouts for part in parts),
         sum(part.num_aborted for part in parts),
     )

@@ -16,8 +16,14 @@ STATS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
 """What the losses of `rltrain.algorithms.losses` measure."""
 
 
-def reward_metrics(batch: Batch, num_timeouts: int) -> dict[str, float]:
-    """Of the sequences that have a reward; where none has, the shares of those alone."""
+def reward_metrics(
+    batch: Batch, num_timeouts: int, correct: Sequence[bool | None]
+) -> dict[str, float]:
+    """Of the sequences that have a reward; where none has, the shares of those alone.
+
+    Args:
+        correct: of each sequence whether it was judged correct; None where nobody says
+    """
     rewards, groups = batch.require("rewards", "group_ids")
     failed = ~rewards.isfinite()
     scored = rewards[~failed]
@@ -34,8 +40,25 @@ def reward_metrics(batch: Batch, num_timeouts: int) -> dict[str, float]:
         "reward/mean": float(scored.mean()),
         "reward/std": float(scored.std(unbiased=False)),
         "group/zero_std_fraction": _share(by_group, lambda g: bool(g.min() == g.max())),
-        "group/all_correct_fraction": _share(by_group, lambda g: bool(g.min() >= 1)),
-        "group/all_wrong_fraction": _share(by_group, lambda g: bool(g.max() <= 0)),
+        **_correct_metrics(groups.tolist(), correct, len(scored)),
+    }
+
+
+def _correct_metrics(
+    groups: Sequence[int], correct: Sequence[bool | None], num_scored: int
+) -> dict[str, float]:
+    """Nothing, unless every response that has a reward was judged correct or wrong."""
+    verdicts = [verdict for verdict in correct if verdict is not None]
+    if len(verdicts) < num_scored:
+        return {}
+    by_group: dict[int, list[bool]] = {}
+    for group, verdict in zip(groups, correct, strict=True):
+        if verdict is not None:
+            by_group.setdefault(group, []).append(verdict)
+    return {
+        "reward/accuracy": sum(verdicts) / len(verdicts),
+        "group/all_correct_fraction": sum(map(all, by_group.values())) / len(by_group),
+        "group/all_wrong_fraction": 1 - sum(map(any, by_group.values())) / len(by_group),
     }
 
 

@@ -119,7 +119,7 @@ class HeldOutLoss:
     held_out: Sequence[Problem]
 
     def is_due(self, step: int) -> bool:
-        return is_due(self.config.trainer, step)
+        return bool(self.held_out) and is_due(self.config.trainer, step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The mean over all their target tokens, whatever ``algorithm.aggregation`` is."""

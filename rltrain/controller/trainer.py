@@ -98,6 +98,9 @@ class Trainer(Loop):
             self.sync_weights(step, timer)
         else:
             self.turns.to_engines(timer)
+        assert self.synced_after == step or not self.evaluator.is_due(step), (
+            "an evaluation measures the weights of its step"
+        )
 
     # The stages
 
@@ -235,7 +238,10 @@ class Trainer(Loop):
         return check_first_step(first, self.config)
 
     def syncs(self, step: int) -> bool:
-        return step % self.config.trainer.sync_every == 0
+        """On every ``sync_every``-th step, and before the last evaluation: an evaluation measures
+        the weights of its own step, and the configuration lets no other fall between two syncs."""
+        is_last = step == self.config.trainer.steps and self.evaluator.is_due(step)
+        return is_last or step % self.config.trainer.sync_every == 0
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"kl_coef": self.kl_coef}

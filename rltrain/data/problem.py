@@ -6,7 +6,7 @@ from typing import Any
 
 from rltrain.data.report import SourceReport
 
-RESERVED_COLUMNS = frozenset({"response", "prompt", "answer"})
+RESERVED_COLUMNS = frozenset({"response", "response_raw", "response_clean", "prompt", "answer"})
 """Names under which a reward function gets our own arguments."""
 
 

@@ -11,12 +11,19 @@ class Tokenizer(Protocol):
 
     chat_template: Any
     eos_token_id: Any
+    all_special_tokens: Sequence[str]
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
     def apply_chat_template(
         self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool
     ) -> Any: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
 
 
 def encode_prompt(

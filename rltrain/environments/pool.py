@@ -5,35 +5,38 @@ everything it started, replaced, and the sample has no reward. A sample without 
 and never passes for a zero.
 """
 
+import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Literal
 
 from rltrain.config.data import RewardConfig
+from rltrain.environments.worker_process import WorkerProcess, wait
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+BEGIN_TIMEOUT_S = 60.0
+"""Between samples handed to a worker and its word that it begins."""
 LONGEST_WAIT_S = 1.0
+MOST_FAILED_STARTS = 3
 CHUNK = 32
 """Samples a worker gets at once, so that a cheap reward is not all round trips."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function judges; ``prompt_id`` is only for messages."""
+    """What a reward function judges; ``prompt_id`` is only for messages.
 
-    response: str
+    ``raw`` and ``clean`` are the response with and without its special tokens.
+    """
+
+    raw: str
+    clean: str
     answer: Any
     prompt: str
     columns: dict[str, Any]
@@ -42,12 +45,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """``value`` is None unless ``status`` is ok; ``detail`` says why it is not."""
+    """``value`` is None unless ``status`` is ok; ``detail`` says why it is not.
+
+    ``correct`` is None, too, where nobody says from which reward on a response is correct.
+    """
 
     value: float | None
     status: Literal["ok", "timeout", "error"]
     detail: str
     seconds: float
+    correct: bool | None = None
 
 
 class RewardPool:
@@ -64,27 +71,43 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
+        self.success_at = config.success_at
         self._samples: list[Sample] = []  # since the last ``collect``
-        self._queue: deque[int] = deque()  # positions there of those no worker has
+        self._lines: dict[int, str] = {}  # by position there, of those that have no result
+        self._queue: deque[int] = deque()  # positions of those no worker has
         self._results: dict[int, RewardResult] = {}
+        self._deaths: Counter[int] = Counter()  # by position, of workers that had not begun
+        self._failed_starts = 0  # in a row
         self._workers: list[_Worker] = []
         try:
             for _ in range(config.num_workers):  # start them all, then wait
                 self._workers.append(_Worker(config.function))
-            for worker in self._workers:
-                worker.wait_until_ready()
+            while not all(worker.is_ready for worker in self._workers):
+                wait([worker.process for worker in self._workers], LONGEST_WAIT_S)
+                for worker in self._workers:
+                    worker.listen()
+                    if why := worker.start_failure():
+                        raise ValueError(why)
         except BaseException:
             self.close()
             raise
+        if self.success_at is None:
+            self.success_at = self._workers[0].success_at
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """The result of each sample, in order; raises as `collect`."""
+        """The result of each sample, in order; raises as `submit` and `collect`."""
         self.submit(samples)
         return self.collect()
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Begin with more samples."""
-        self._queue.extend(range(len(self._samples), len(self._samples) + len(samples)))
+        """Begin with more samples.
+
+        Raises:
+            ValueError: an answer or a column is not plain JSON; the message names it.
+        """
+        for position, sample in enumerate(samples, len(self._samples)):
+            self._lines[position] = _encoded(position, sample, self.config.text)
+            self._queue.append(position)
         self._samples += samples
         self.poll()
 
@@ -99,32 +122,34 @@ class RewardPool:
             self._wait()
             self.poll()
         samples, results = self._samples, [self._results[i] for i in range(len(self._samples))]
-        self._samples, self._results = [], {}
+        self._samples, self._results, self._lines = [], {}, {}
+        self._deaths.clear()
         self._check_failures(samples, results)
         return results
 
     def poll(self) -> None:
-        """Take results that have arrived, replace workers that failed, give idle ones work."""
+        """Take results that have arrived, replace workers that failed, give idle ones work.
+
+        Raises:
+            RuntimeError: no worker can be started any more.
+        """
         for slot, worker in enumerate(self._workers):
-            self._results |= worker.collect()
+            self._results |= worker.listen(self.success_at)
             failure = worker.failure(self.config.timeout_s)
             if failure is None:
-                continue
-            if worker.began:  # else it died before the first sample, which is not to blame
-                self._results[worker.assigned.pop(0)] = failure
-            self._queue.extendleft(reversed(worker.assigned))
-            worker.kill()
-            self._workers[slot] = _Worker(self.config.function)
-            self._workers[slot].wait_until_ready()
+                if worker.is_ready:
+                    self._failed_starts = 0
+            else:
+                self._replace(slot, worker, failure)
         for worker in self._workers:
-            if not worker.assigned and self._queue:
+            if worker.is_ready and not worker.assigned and self._queue:
                 chunk = max(1, min(CHUNK, len(self._queue) // len(self._workers)))
-                indices = [self._queue.popleft() for _ in range(chunk)]
-                worker.assign(indices, [self._samples[i] for i in indices])
+                positions = [self._queue.popleft() for _ in range(chunk)]
+                worker.assign(positions, [self._lines[i] for i in positions])
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.kill()
+            worker.process.kill()
         self._workers = []
 
     def __enter__(self) -> "RewardPool":
@@ -140,10 +165,24 @@ class RewardPool:
 
     def _wait(self) -> None:
         """Sleep until a worker has something to say or runs out of time."""
-        busy = [w for w in self._workers if w.assigned]
-        deadlines = [w.began + self.config.timeout_s for w in busy if w.began]
+        deadlines = [w.began + self.config.timeout_s for w in self._workers if w.began]
         seconds = min([d - time.monotonic() for d in deadlines] + [LONGEST_WAIT_S])
-        wait([w.connection for w in busy], max(0.0, seconds))
+        wait([worker.process for worker in self._workers], max(0.0, seconds))
+
+    def _replace(self, slot: int, worker: "_Worker", failure: RewardResult) -> None:
+        if not worker.is_ready:
+            self._failed_starts += 1
+            if self._failed_starts == MOST_FAILED_STARTS:
+                raise RuntimeError(f"{self._failed_starts} times in a row: {failure.detail}")
+        elif worker.assigned:
+            first = worker.assigned[0]
+            # It died before the first sample, which is not to blame, unless that comes again.
+            self._deaths[first] += 1
+            if worker.began or self._deaths[first] == 2:
+                self._results[worker.assigned.pop(0)] = failure
+        self._queue.extendleft(reversed(worker.assigned))
+        worker.process.kill()
+        self._workers[slot] = _Worker(self.config.function)
 
     def _check_failures(self, samples: Sequence[Sample], results: list[RewardResult]) -> None:
         failed = [i for i, result in enumerate(results) if result.status != "ok"]
@@ -153,7 +192,7 @@ class RewardPool:
         message = (
             f"reward function {self.config.function}: {len(failed)} of {len(samples)} samples have "
             f"no reward; the first is of prompt {first.prompt_id[:12]}, response "
-            f"{first.response[:80]!r}, {result.status}: {result.detail}"
+            f"{first.raw[:80]!r}, {result.status}: {result.detail}"
         )
         if len(failed) > self.config.max_failed_fraction * len(samples):
             raise RuntimeError(
@@ -163,83 +202,122 @@ class RewardPool:
         logger.warning(message)
 
 
+def dry_run(config: RewardConfig, samples: Sequence[Sample]) -> list[RewardResult]:
+    """The result of each sample, however many fail: for looking at a reward before a run.
+
+    Raises:
+        ValueError: the reward function cannot be used, or a sample is not plain JSON.
+    """
+    with RewardPool(config.model_copy(update={"num_workers": 1, "max_failed_fraction": 1})) as pool:
+        return pool.score(samples)
+
+
+def _encoded(number: int, sample: Sample, text: Literal["raw", "clean"]) -> str:
+    """One sample in JSON. What JSON would change on the way, such as a tuple, is refused."""
+    ours = {
+        "prompt": sample.prompt,
+        "response_raw": sample.raw,
+        "response_clean": sample.clean,
+    }
+    for name, value in ({"answer": sample.answer} | sample.columns).items():
+        try:
+            is_json = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError, RecursionError):
+            is_json = False
+        if not is_json:
+            raise ValueError(
+                f"prompt {sample.prompt_id[:12]}, column {name!r}: expected what JSON can hold "
+                "(text, finite numbers, true, false, null, lists, objects with text as keys), "
+                f"found {type(value).__name__} {str(value)[:80]!r}"
+            )
+    response = sample.raw if text == "raw" else sample.clean
+    columns = sample.columns | ours
+    return json.dumps(
+        {"number": number, "response": response, "answer": sample.answer, "columns": columns}
+    )
+
+
 class _Worker:
-    """One process, the samples it has not answered yet, and when it began the first of them."""
+    """A process, the samples it has not answered yet, and when it began the first of them."""
 
     def __init__(self, function: str) -> None:
         self.function = function
         self.assigned: list[int] = []
         self.began = 0.0
-        self.dead = False
-        self.connection, theirs = Pipe()
-        # A fresh interpreter: a fork would copy Ray's and torch's threads in whatever state they
-        # are in, and multiprocessing's spawn would import the parent's main module.
-        command = [sys.executable, "-m", "rltrain.environments.reward_worker"]
-        self.process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid()), function],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
-            start_new_session=True,  # so that what the reward starts is killed with it
-        )
-        theirs.close()
+        self.is_ready = False
+        self.success_at: float | None = None
+        self._unusable = ""
+        self._since = time.monotonic()  # it was started, or given samples
+        self.process = WorkerProcess("rltrain.environments.reward_worker", function)
 
-    def wait_until_ready(self) -> None:
-        """Raises ValueError with the worker's own words when the function cannot be used."""
-        why = f"its process said nothing for {START_TIMEOUT_S:.0f} s"
-        if self.connection.poll(START_TIMEOUT_S):
-            try:
-                status, why = self.connection.recv()
-            except EOFError:
-                status, why = "dead", f"its process ended with exit code {self.process.wait()}"
-            if status == "ready":
-                return
-            if status == "unusable":
-                raise ValueError(why)
-        raise ValueError(f"data.reward.function={self.function} cannot be started: {why}")
+    def assign(self, positions: list[int], lines: list[str]) -> None:
+        self.assigned, self.began, self._since = positions, 0.0, time.monotonic()
+        self.process.send(f"[{', '.join(lines)}]")
 
-    def assign(self, indices: list[int], samples: list[Sample]) -> None:
-        self.assigned, self.began = indices, 0.0
-        try:
-            self.connection.send(
-                [(s.response, s.answer, {**s.columns, "prompt": s.prompt}) for s in samples]
-            )
-        except OSError:  # it died between steps: it is replaced and nothing is lost
-            self.dead = True
-
-    def collect(self) -> dict[int, RewardResult]:
-        """Results that have arrived, by index."""
+    def listen(self, success_at: float | None = None) -> dict[int, RewardResult]:
+        """Results that have arrived, by position."""
         results: dict[int, RewardResult] = {}
-        ended = self.process.poll() is not None  # asked first: what it said before is then read
-        try:
-            while self.assigned and self.connection.poll():
-                message = self.connection.recv()
-                if message[0] == "began":
-                    self.began = message[1]
-                    continue
-                status, value, detail, clock = message
-                seconds, self.began = clock - self.began, clock
-                results[self.assigned.pop(0)] = RewardResult(value, status, detail, seconds)
-        except (EOFError, OSError):
-            ended = True
-        self.dead = self.dead or ended
+        for message in self.process.receive():
+            try:
+                self._take(message, success_at, results)
+            except (KeyError, TypeError, ValueError):
+                self.process.fault = f"its process wrote {str(message)[:200]!r}, which is no result"
+                break
         return results
 
+    def _take(
+        self, message: dict[str, Any], success_at: float | None, results: dict[int, RewardResult]
+    ) -> None:
+        if not self.is_ready:
+            self._unusable = message.get("unusable", "")
+            if not self._unusable:
+                self.success_at = message["ready"]
+                self.is_ready = True
+        elif "began" in message:
+            self.began = float(message["began"])
+        else:
+            if not self.assigned or message["sample"] != self.assigned[0]:
+                raise ValueError("a result of another sample")
+            result = _result(message, float(message["clock"]) - self.began, success_at)
+            self.began = float(message["clock"])
+            results[self.assigned.pop(0)] = result
+
+    def start_failure(self) -> str:
+        """Why it cannot be used; empty while it is starting, and once it is ready."""
+        if self.is_ready:
+            return ""
+        if self._unusable:
+            return self._unusable
+        why = self.process.fault
+        if not why and time.monotonic() - self._since > START_TIMEOUT_S:
+            why = f"its process was not ready in {START_TIMEOUT_S:.0f} s"
+        return why and f"data.reward.function={self.function} cannot be started: {why}"
+
     def failure(self, timeout_s: float) -> RewardResult | None:
-        """What ended the sample in work, if something did; the caller replaces the worker."""
-        if not self.assigned:
-            return None
-        seconds = time.monotonic() - self.began if self.began else 0.0
-        if self.dead:
-            detail = f"its process ended with exit code {self.process.wait()}"
-            return RewardResult(None, "error", detail, seconds)
+        """What ended the worker, if something did; the caller replaces it."""
+        if not self.is_ready:
+            why = self.start_failure()
+            return RewardResult(None, "error", why, 0.0) if why else None
+        now = time.monotonic()
+        seconds = now - self.began if self.began else 0.0
+        if self.process.fault:
+            return RewardResult(None, "error", self.process.fault, seconds)
         # A message that waits to be read may be this sample's: only silence is a timeout.
-        if seconds > timeout_s and not self.connection.poll():
+        if not self.assigned or self.process.has_message():
+            return None
+        if self.began and seconds > timeout_s:
             detail = f"not done in data.reward.timeout_s={timeout_s} s"
             return RewardResult(None, "timeout", detail, seconds)
+        if not self.began and now - self._since > BEGIN_TIMEOUT_S:
+            detail = f"its process did not begin in {BEGIN_TIMEOUT_S:.0f} s"
+            return RewardResult(None, "error", detail, seconds)
         return None
 
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.connection.close()
+
+def _result(message: dict[str, Any], seconds: float, success_at: float | None) -> RewardResult:
+    if "error" in message:
+        return RewardResult(None, "error", str(message["error"]), seconds)
+    value, correct = float(message["reward"]), message["correct"]
+    if correct is None and success_at is not None:
+        correct = value >= success_at
+    return RewardResult(value, "ok", "", seconds, correct)

@@ -1,57 +1,65 @@
 """The process that runs a reward function; started by ``pool`` as ``python -m``, never imported.
 
-It serves one connection. At start it answers ``("ready", None)`` or ``("unusable", why)``; then for
-each list of samples it answers ``("began", clock)`` and one ``(status, value, detail, clock)`` a
-sample. Clocks are ``time.monotonic()``, which all processes of a machine share, so that the time a
-message waits to be read counts against nobody's limit.
+It reads and writes lines of JSON on one socket. At start it writes ``{"ready": success_at}`` or
+``{"unusable": why}``. Then it reads lists of samples; for each list it writes ``{"began": clock}``
+and for each sample ``{"sample": number, "clock": clock}`` with ``reward`` and ``correct``, or with
+``error``. Clocks are ``time.monotonic()``, which all processes of a machine share, so that the time
+a message waits to be read counts against nobody's limit.
 """
 
-import math
+import importlib
+import json
 import os
-import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from rltrain.environments.rewards import Reward, load_reward
+from rltrain.environments.rewards import Reward, declared_success, judgement, load_reward
+
+LONGEST_DETAIL = 2000
 
 
-def serve(connection: Connection, name: str) -> None:
+def serve(connection: socket.socket, name: str) -> None:
+    def say(message: dict[str, Any]) -> None:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
     try:
         reward = load_reward(name)
-    except ValueError as error:
-        connection.send(("unusable", str(error)))
+        # Now, and not while the first sample's time runs.
+        importlib.import_module(getattr(reward, "needs", "json"))
+        success_at = declared_success(reward)
+    except BaseException as error:  # importing runs the user's code, which may do anything
+        say({"unusable": str(error) if isinstance(error, ValueError) else _described(error)})
         return
-    connection.send(("ready", None))
-    while True:
-        try:
-            received = connection.recv_bytes()
-        except EOFError:  # the pool closed its end
-            return
-        connection.send(("began", time.monotonic()))
-        samples = pickle.loads(received)  # from our own parent, through a pipe nobody else has
-        for response, answer, columns in samples:
-            status, value, detail = score(reward, response, answer, columns)
-            connection.send((status, value, detail, time.monotonic()))
+    say({"ready": success_at})
+    for line in connection.makefile("rb"):
+        say({"began": time.monotonic()})
+        for sample in json.loads(line):
+            found = score(reward, sample["response"], sample["answer"], sample["columns"])
+            say({"sample": sample["number"], "clock": time.monotonic(), **found})
 
 
 def score(
-    reward: Reward, response: str, answer: object, columns: dict[str, Any]
-) -> tuple[str, float | None, str]:
-    """``("ok", reward, "")`` or ``("error", None, what happened and where)``."""
+    reward: Reward, response: str, answer: object, columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``reward`` and ``correct``, or ``error``: what happened and where."""
     try:
-        value = float(reward(response, answer, **columns))
-    except Exception as error:  # it is the user's function: whatever it raises is reported
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        last_line = traceback.format_exception_only(error)[-1].strip()
-        return "error", None, f"{last_line} ({at.filename}:{at.lineno}, in {at.name})"
-    if not math.isfinite(value):
-        return "error", None, f"ValueError: the reward is {value}, expected a finite number"
-    return "ok", value, ""
+        found = judgement(reward(response, answer, **columns))
+    except BaseException as error:  # the user's function may raise anything, and exit, too
+        return {"error": _described(error)[:LONGEST_DETAIL]}
+    return {"reward": found.reward, "correct": found.correct}
+
+
+def _described(error: BaseException) -> str:
+    (at,) = traceback.extract_tb(error.__traceback__, limit=-1)
+    last_line = traceback.format_exception_only(error)[-1].strip()
+    return f"{last_line} ({at.filename}:{at.lineno}, in {at.name})"
 
 
 def _die_with_parent(parent: int) -> None:
@@ -63,5 +71,11 @@ def _die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     descriptor, parent, reward_name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    os.set_inheritable(descriptor, False)  # what the reward starts has no business with it
     threading.Thread(target=_die_with_parent, args=(parent,), daemon=True).start()
-    serve(Connection(descriptor), reward_name)
+    with suppress(OSError):  # the pool is gone, or the reward function closed what is not its own
+        serve(socket.socket(fileno=descriptor), reward_name)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)  # a thread that the reward function left would keep the interpreter alive

@@ -1,23 +1,83 @@
-"""What a response is worth. A reward is a function ``(response, answer, **columns) -> float``.
+"""What a response is worth. A reward is a function ``(response, answer, **columns)``.
 
-``columns`` holds ``prompt``, the text the model saw, and every other column of the dataset. These
-run in the worker processes of ``pool``: a function may be slow, hang or crash. Heavy libraries are
-imported by the reward that needs them, so that a worker starts in a moment.
+``columns`` holds ``prompt``, the text the model saw, ``response_raw`` and ``response_clean``, and
+every other column of the dataset. What a reward may return is in `judgement`. Rewards run in the
+worker processes of ``pool``: they may be slow, hang or crash. Heavy libraries are imported by the
+reward that needs them, so that reading this module takes a moment.
 """
 
 import difflib
 import importlib
 import inspect
+import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-Reward = Callable[..., float]
+Reward = Callable[..., Any]
+
+LARGEST = 3.4028234e38
+"""Batches hold rewards in float32."""
+
+EXPECTED = (
+    'expected a finite number (int, float, bool or a NumPy scalar) or {"reward": number, '
+    '"correct": bool}'
+)
+
+
+class Judgement(NamedTuple):
+    reward: float
+    correct: bool | None  # None: the reward function does not say
+
+
+def judgement(value: object) -> Judgement:
+    """What a reward function returned: the one place that says what it may return.
+
+    A number is an int, a float, a bool, or anything of no dimensions whose ``item()`` is one: a
+    scalar of NumPy, an array or tensor of shape (). A mapping has ``reward`` and, if it likes,
+    ``correct``; nothing else.
+
+    Raises:
+        ValueError: for anything else, such as text, None, NaN or an infinite number.
+    """
+    correct: bool | None = None
+    if isinstance(value, Mapping):
+        if "reward" not in value or not value.keys() <= {"reward", "correct"}:
+            raise ValueError(f"{EXPECTED}, found a mapping of {sorted(map(str, value))}")
+        said = _item(value.get("correct"))
+        if said is not None and not isinstance(said, bool):
+            raise ValueError(f"{EXPECTED}, found correct={_shown(said)}")
+        correct = said
+        value = value["reward"]
+    number = _item(value)
+    if not isinstance(number, int | float):
+        raise ValueError(f"{EXPECTED}, found {_shown(value)}")
+    if not abs(number) <= LARGEST:  # NaN is not, either
+        raise ValueError(f"{EXPECTED}, found {_shown(value)}, which float32 cannot hold")
+    return Judgement(float(number), correct)
+
+
+def _item(value: Any) -> object:
+    """The Python number in a scalar of NumPy, or in an array or tensor of shape ()."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _shown(value: object) -> str:
+    return f"{type(value).__name__} {str(value)[:80]!r}"
 
 
 def exact(response: str, answer: object, **columns: object) -> float:
-    """1 when the response is the answer, spaces around both aside; else 0."""
-    return float(response.strip() == str(answer).strip())
+    """1 when the response is the answer, spaces around both aside; else 0.
+
+    A number is compared as Python writes it: 42 is "42", 42.0 is "42.0".
+
+    Raises:
+        ValueError: for an answer that is neither text nor a number.
+    """
+    return float(response.strip() == _answer_text(answer).strip())
+
+
+exact.success_at = 1.0  # type: ignore[attr-defined]
 
 
 def math_verify(response: str, answer: object, **columns: object) -> float:
@@ -26,23 +86,23 @@ def math_verify(response: str, answer: object, **columns: object) -> float:
     Both may be LaTeX or plain expressions; of a longer text the last, or boxed, answer counts.
 
     Raises:
-        ValueError: when no mathematics can be found in ``answer``.
+        ValueError: for an answer that math-verify cannot read, or reads in part.
     """
-    from math_verify import parse, verify
+    from rltrain.environments.math_answers import is_equal
 
-    # Its own time limits use signals, which fail off the main thread; the pool has a better one.
-    gold = _parse_answer(str(answer), parse)
-    if not gold:
-        raise ValueError(f"math-verify finds no mathematics in the answer {answer!r}")
-    found = parse(response, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
+    return float(is_equal(response, _answer_text(answer)))
 
 
-def _parse_answer(answer: str, parse: Callable[..., list[Any]]) -> list[Any]:
-    """Bare LaTeX such as ``\\frac{1}{2}`` only counts as LaTeX between dollar signs."""
-    delimited = any(mark in answer for mark in ("$", r"\(", r"\[", r"\boxed"))
-    return parse(answer if delimited else f"${answer}$", parsing_timeout=None) or parse(
-        answer, parsing_timeout=None
+math_verify.success_at = 1.0  # type: ignore[attr-defined]
+math_verify.needs = "math_verify"  # type: ignore[attr-defined]
+
+
+def _answer_text(answer: Any) -> str:
+    if isinstance(answer, str) or (type(answer) in (int, float) and math.isfinite(answer)):
+        return str(answer)
+    raise ValueError(
+        f"expected an answer that is text or a finite number, found {_shown(answer)}: name another "
+        "column with data.answer_column, leave the row out, or use a reward function of your own"
     )
 
 
@@ -69,11 +129,26 @@ def reasoning_gym(response: str, answer: object, **columns: Any) -> float:
     return float(get_score_answer_fn(task)(given, entry))
 
 
+reasoning_gym.success_at = 1.0  # type: ignore[attr-defined]
+reasoning_gym.needs = "reasoning_gym"  # type: ignore[attr-defined]
+
 BUILT_IN: dict[str, Reward] = {
     "exact": exact,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
 }
+
+
+def declared_success(reward: Reward) -> float | None:
+    """From which reward on the function calls a response correct, if it says so.
+
+    Raises:
+        ValueError: its ``success_at`` is no finite number.
+    """
+    value = getattr(reward, "success_at", None)
+    if value is None or (type(value) in (int, float) and math.isfinite(value)):
+        return value
+    raise ValueError(f"the reward function's success_at: expected a number, found {_shown(value)}")
 
 
 def load_reward(name: str) -> Reward:

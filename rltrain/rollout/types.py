@@ -44,7 +44,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response. ``response_tokens`` ends with the stop token when there was one."""
+    """One sampled response.
+
+    ``response_tokens`` ends with the stop token when there was one, or with the token that
+    completed ``stop_string``, the one of ``rollout.stop`` that ended it.
+    """
 
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
@@ -52,6 +56,7 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     weight_version: int
     routes: RouteRef | None
+    stop_string: str | None = None
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:

@@ -55,6 +55,8 @@ CORRECTED = "response tokens of the loss before rejection"
 CORRECTED_SEQUENCES = "responses with such a token"
 SCORED_TOKENS = "response tokens of scored responses"
 HELD_OUT = "held-out problems"
+SCORED_HELD_OUT = "held-out problems whose reward was computed"
+VERDICTS = "left out unless data.reward.success_at or the reward function says which these are"
 LOSS_TOKENS = "tokens in the loss, mean over the step's updates"
 AGGREGATED = "by algorithm.aggregation, mean over the step's updates"
 UPDATES = "optimizer updates of the step"
@@ -124,6 +126,7 @@ def _mismatch(area: str, whose: str, when: When) -> tuple[Metric, ...]:
 
 
 _learning = partial(Metric, section="learning")
+_evaluation = partial(_learning, when="evaluation")
 LEARNING = (
     _learning("reward/mean", "mean reward", SCORED, "reward", better="higher"),
     _learning("reward/std", "standard deviation of the reward", SCORED, "reward"),
@@ -141,8 +144,16 @@ LEARNING = (
     _learning(
         "group/zero_std_fraction", "groups of equal rewards: no gradient", GROUPS, better="lower"
     ),
-    _learning("group/all_correct_fraction", "groups where every reward is 1 or more", GROUPS),
-    _learning("group/all_wrong_fraction", "groups where no reward is above 0", GROUPS),
+    _learning(
+        "reward/accuracy",
+        f"correct responses; {VERDICTS}",
+        SCORED,
+        better="higher",
+    ),
+    _learning(
+        "group/all_correct_fraction", f"groups of correct responses alone; {VERDICTS}", GROUPS
+    ),
+    _learning("group/all_wrong_fraction", f"groups without a correct response; {VERDICTS}", GROUPS),
     _learning("group/rounds", "rounds of generation by dynamic sampling", "-", "rounds"),
     _learning(
         "group/kept_fraction", "groups that dynamic sampling kept", SAMPLED_GROUPS, better="higher"
@@ -151,25 +162,34 @@ LEARNING = (
     _learning("advantage/std", "standard deviation of the advantage", "tokens in the loss"),
     _learning("advantage/min", "smallest advantage", "-"),
     _learning("advantage/max", "largest advantage", "-"),
-    _learning(
-        "eval/accuracy", "exact answers, greedy", HELD_OUT, when="evaluation", better="higher"
+    _evaluation(
+        "eval/reward_mean", "mean reward, greedy", SCORED_HELD_OUT, "reward", better="higher"
     ),
-    _learning(
-        "eval/format_error_fraction",
-        "responses no answer could be read from",
+    _evaluation(
+        "eval/accuracy",
+        f"correct responses, greedy; {VERDICTS}",
+        SCORED_HELD_OUT,
+        better="higher",
+    ),
+    _evaluation(
+        "eval/failed_fraction",
+        "rewards that raised, crashed or ran out of time",
         HELD_OUT,
-        when="evaluation",
         better="lower",
     ),
-    _learning(
-        "eval/response_length_mean", "mean response length", HELD_OUT, "tokens", when="evaluation"
+    _evaluation(
+        "eval/format_error_fraction",
+        "responses that are no integer, though the answer is one and is compared as text (exact)",
+        "held-out problems with an integer as answer",
+        better="lower",
     ),
-    _learning(
+    _evaluation("eval/truncated_fraction", "responses cut at the limit", HELD_OUT, better="lower"),
+    _evaluation("eval/response_length_mean", "mean response length", HELD_OUT, "tokens"),
+    _evaluation(
         "eval/loss",
         "mean negative log-probability of the target, in supervised runs",
         "target tokens of the held-out problems",
         "nat",
-        when="evaluation",
         better="lower",
     ),
     _learning(

@@ -23,7 +23,7 @@ class Panel:
 DASHBOARD: dict[str, tuple[Panel, ...]] = {
     "learning": (
         Panel("accuracy", ("eval/accuracy",)),
-        Panel("reward", ("reward/mean",)),
+        Panel("reward", ("reward/mean", "eval/reward_mean")),
         Panel("groups without a gradient", ("group/zero_std_fraction",)),
         Panel("entropy", ("policy/entropy",)),
         Panel("gradient norm", ("policy/grad_norm",)),

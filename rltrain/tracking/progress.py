@@ -24,6 +24,7 @@ KEY_NUMBERS = (
     ("eval/loss", "held-out loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("eval/accuracy", "accuracy", "{:.1%}"),
+    ("eval/reward_mean", "evaluation reward", "{:.3f}"),
     ("routing/coverage", "coverage", "{:.4g}"),
     ("mismatch/k3", "k3", "{:.1e}"),
     ("time/step", "", "{:.1f} s/step"),

@@ -176,11 +176,12 @@ def _learning(rows: Rows) -> list[Figure]:
     accuracy = _figure(
         "Accuracy on held-out problems",
         rows,
-        [("eval/accuracy", "exact answers", "series-a")],
+        [("eval/accuracy", "correct answers", "series-a")],
         percent,
         bounds=(0, 1),
     )
     figures = [accuracy, _smoothed_figure("Mean reward", rows, "reward/mean")]
+    figures.append(_smoothed_figure("Mean reward on held-out problems", rows, "eval/reward_mean"))
     figures.append(_smoothed_figure("Supervised loss", rows, "sft/loss"))
     held_out = [("eval/loss", "held-out problems", "series-a")]
     figures.append(_figure("Supervised loss on held-out problems", rows, held_out, number))

@@ -63,6 +63,11 @@ IMPOSSIBLE = [
         "checkpoint.every=2",
         "checkpoints fall on weight syncs",
     ),
+    (
+        {"trainer.eval_every": 10, "trainer.sync_every": 4},
+        "eval_every=8 or 12",
+        "evaluations fall on weight syncs",
+    ),
     ({"optimizer.min_lr": 1.0, "optimizer.schedule": "linear"}, "min_lr=1.0", "min lr at most lr"),
     ({"optimizer.min_lr": 1e-9}, "schedule=constant", "a constant lr has no minimum"),
     (

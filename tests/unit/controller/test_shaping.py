@@ -100,7 +100,7 @@ def test_where_every_reward_failed_nothing_is_learned(advantage: str) -> None:
     batch, found = with_advantages(batch, cfg)
     assert not metrics | found
     assert not any(values.any() for values in batch.require("advantages", "loss_weights"))
-    assert reward_metrics(batch, num_timeouts=3) == {
+    assert reward_metrics(batch, num_timeouts=3, correct=[None] * 4) == {
         "reward/failed_fraction": 1 / 4,
         "reward/timeout_fraction": 3 / 4,
     }

@@ -4,9 +4,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 NOT_CALLABLE = 1
+
+if os.environ.get("SAMPLE_REWARDS") == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif os.environ.get("SAMPLE_REWARDS") == "exit":
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    sys.exit(6)
+
+
+class MuteError(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("no words")
 
 
 def length(response: str, answer: object, **columns: object) -> float:
@@ -14,12 +26,30 @@ def length(response: str, answer: object, **columns: object) -> float:
 
 
 def see_columns(response: str, answer: object, **columns: object) -> float:
-    return float(columns["prompt"] == "1+1=" and columns["level"] == 3 and answer == {"a": 1})
+    texts = response, columns["response_raw"], columns["response_clean"]
+    seen = columns["prompt"] == "1+1=" and columns["level"] == 3 and answer == {"a": 1}
+    return float(seen) + 2 * (texts == ("<x>", "<x>", "x")) + 4 * (texts == ("x", "<x>", "x"))
+
+
+def graded(response: str, answer: object, **columns: object) -> object:
+    """What the response says, read as Python."""
+    import numpy as np
+    import torch
+
+    return eval(response, {"np": np, "torch": torch})
+
+
+def declared(response: str, answer: object, **columns: object) -> float:
+    return float(response)
+
+
+declared.success_at = 0.5  # type: ignore[attr-defined]
 
 
 def act_out(response: str, answer: object, **columns: object) -> float:
     """Does what the response says."""
     what, _, number = response.partition(" ")
+    connection = int(sys.argv[1]) if sys.argv[1:2] and sys.argv[1].isdigit() else -1
     if what == "sleep":
         time.sleep(float(number))
     elif what == "hang":  # SIGTERM would not end this one
@@ -31,10 +61,42 @@ def act_out(response: str, answer: object, **columns: object) -> float:
         with open(number, "w") as file:
             file.write(str(child.pid))
         time.sleep(60)
+    elif what == "fork":  # the grandchild has the connection, too
+        if pid := os.fork():
+            with open(number, "w") as file:
+                file.write(str(pid))
+            os._exit(4)
+        time.sleep(60)
     elif what == "exit":
         os._exit(int(number))
+    elif what == "close":
+        os.closerange(3, 256)
+        time.sleep(60)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "thread":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        sys.exit(5)
+    elif what == "write":
+        os.write(connection, number.encode())
+    elif what == "flood":
+        os.write(connection, b" " * 1_000_000)
+        os.write(connection, b" " * 1_000_000)
+    elif what == "half":
+        os.write(connection, b'{"sample"')
+        time.sleep(60)
+    elif what == "print":
+        sys.stdout.write("x" * 100_000 + sys.stdin.read())
     elif what == "raise":
-        raise KeyError(number)
+        raise {
+            "lost": KeyError("lost"),
+            "interrupt": KeyboardInterrupt(),
+            "memory": MemoryError(),
+            "mute": MuteError(),
+            "long": RuntimeError("x" * 5_000_000),
+        }[number]
+    elif what == "recurse":
+        return act_out(response, answer, **columns)
     elif what == "nan":
         return float("nan")
     elif what == "text":

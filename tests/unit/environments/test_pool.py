@@ -1,5 +1,6 @@
 """A reward that hangs or crashes costs its sample, not the run, and never becomes a zero."""
 
+import json
 import os
 import signal
 import time
@@ -8,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from rltrain.config.data import RewardConfig
-from rltrain.environments.pool import RewardPool, Sample
+from rltrain.environments import pool as pools
+from rltrain.environments import worker_process
+from rltrain.environments.pool import RewardPool, Sample, dry_run
+from rltrain.environments.worker_process import wait
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +26,9 @@ def pool_of(function: str = "sample_rewards.act_out", **more) -> RewardPool:
 
 
 def samples(*responses: str) -> list[Sample]:
-    return [Sample(response, None, "?", {}, f"id{i}") for i, response in enumerate(responses)]
+    return [
+        Sample(response, response, None, "?", {}, f"id{i}") for i, response in enumerate(responses)
+    ]
 
 
 def gone(pid: int) -> bool:
@@ -65,10 +71,21 @@ def test_no_samples_are_no_results():
         assert pool.score([]) == []
 
 
-def test_a_reward_function_gets_prompt_answer_and_columns():
-    with pool_of("sample_rewards.see_columns") as pool:
-        results = pool.score([Sample("x", {"a": 1}, "1+1=", {"level": 3}, "id")])
-    assert results[0].value == 1.0
+def test_a_reward_function_gets_prompt_answer_columns_and_both_texts():
+    sample = Sample("<x>", "x", {"a": 1}, "1+1=", {"level": 3}, "id")
+    for text, value in (("raw", 3.0), ("clean", 5.0)):
+        config = RewardConfig(function="sample_rewards.see_columns", text=text)
+        assert [result.value for result in dry_run(config, [sample])] == [value]
+
+
+@pytest.mark.parametrize(
+    "value", [(1, 2), float("nan"), float("inf"), b"x", {1: 2}, {"a": {1}}, [[object()]]]
+)
+def test_what_json_would_change_or_cannot_hold_is_refused(value):
+    with pool_of("exact") as pool:
+        for answer, columns, name in (("x", {"level": value}, "level"), (value, {}, "answer")):
+            with pytest.raises(ValueError, match=f"prompt some id, column '{name}': expected what"):
+                pool.score([Sample("x", "x", answer, "?", columns, "some id")])
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -84,11 +101,143 @@ def test_a_failed_sample_has_no_reward_and_its_neighbours_do(num_workers):
     assert [r.status for r in failed] == ["timeout", *["error"] * 5]
     for result, detail in zip(
         failed,
-        ("timeout_s=0.5", "exit code 3", "KeyError: 'lost' (", "nan", "float", "exit code 0"),
+        (
+            "timeout_s=0.5",
+            "exit code 3",
+            "KeyError: 'lost' (",
+            "found float 'nan'",
+            "found str 'a lot'",
+            "exit code 0",
+        ),
         strict=True,
     ):
         assert detail in result.detail
     assert "sample_rewards.py" in failed[2].detail and "in act_out" in failed[2].detail
+
+
+HOSTILE = {
+    "close": ("error", "its process closed its connection"),
+    "stop": ("timeout", "not done in data.reward.timeout_s=1.0 s"),
+    "half": ("timeout", "not done in"),
+    "thread": ("error", "SystemExit: 5 ("),
+    "raise interrupt": ("error", "KeyboardInterrupt ("),
+    "raise memory": ("error", "MemoryError ("),
+    "raise mute": ("error", "MuteError: <exception str() failed> ("),
+    "raise long": ("error", "RuntimeError: xxx"),
+    "recurse": ("error", "RecursionError: "),
+    "write no json\n": ("error", "wrote b'no json', which is no message"),
+    "write [1]\n": ("error", "wrote b'[1]', which is no message"),
+    "write {}\n": ("error", "wrote '{}', which is no result"),
+    'write {"sample": 77, "clock": 0, "reward": 1, "correct": null}\n': ("error", "is no result"),
+    'write {"began": []}\n': ("error", "is no result"),
+    "flood": ("error", "wrote a message of more than 1048576 bytes"),
+}
+
+
+def test_whatever_a_reward_does_costs_its_own_sample_alone(tmp_path, capfd):
+    responses = [r for i, what in enumerate(HOSTILE) for r in (what, f"is {i}", f"print {i}")]
+    with pool_of(num_workers=3, timeout_s=1.0) as pool:
+        results = pool.score(samples(*responses, f"fork {tmp_path / 'pid'}"))
+        pids = [worker.process.process.pid for worker in pool._workers]
+    for (what, expected), result in zip(HOSTILE.items(), results[::3], strict=False):
+        assert (result.status, result.value) == (expected[0], None), what
+        assert expected[1] in result.detail and len(result.detail) < 3000
+    for i in range(len(HOSTILE)):
+        assert [results[3 * i + n].value for n in (1, 2)] == [i, i]
+    assert results[-1].detail == "its process ended with exit code 4"
+    assert all(map(gone, [*pids, int((tmp_path / "pid").read_text())]))
+    printed = capfd.readouterr()
+    assert "xxx" in printed.err and "xxx" not in printed.out
+
+
+def test_a_worker_that_is_stopped_before_it_begins_is_replaced_and_nobody_is_blamed(monkeypatch):
+    monkeypatch.setattr(pools, "BEGIN_TIMEOUT_S", 0.5)
+    large = "is 1" + " " * 5_000_000  # more than the connection holds
+    with pool_of(timeout_s=60.0) as pool:
+        os.kill(pool._workers[0].process.process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(pools, "_Worker", patient(monkeypatch))
+        assert [r.value for r in pool.score(samples(large, "is 2"))] == [1.0, 2.0]
+
+
+def patient(monkeypatch):
+    """Workers that are given the usual time."""
+
+    class Patient(pools._Worker):
+        def __init__(self, function):
+            super().__init__(function)
+            monkeypatch.setattr(pools, "BEGIN_TIMEOUT_S", 60.0)
+
+    return Patient
+
+
+def test_a_sample_before_which_workers_end_twice_is_given_up(monkeypatch):
+    class Stopping(pools._Worker):
+        def assign(self, positions, lines):
+            os.kill(self.process.process.pid, signal.SIGSTOP)
+            super().assign(positions, lines)
+
+    monkeypatch.setattr(pools, "BEGIN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(pools, "_Worker", Stopping)
+    with pool_of() as pool:
+        (result,) = pool.score(samples("is 1"))
+    assert (result.status, result.value) == ("error", None)
+    assert result.detail == "its process did not begin in 0 s"
+
+
+def test_a_worker_that_stops_while_it_starts_is_refused(monkeypatch):
+    monkeypatch.setattr(pools, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("SAMPLE_REWARDS", "stop")
+    with pytest.raises(ValueError, match=r"act_out cannot be started: .* not ready in 1 s"):
+        pool_of()
+
+
+def test_a_module_that_exits_and_leaves_a_thread_is_refused(monkeypatch):
+    monkeypatch.setenv("SAMPLE_REWARDS", "exit")
+    with pytest.raises(ValueError, match=r"SystemExit: 6 \(.*sample_rewards.py"):
+        pool_of()
+
+
+def test_a_run_ends_when_no_worker_can_be_started_any_more(monkeypatch):
+    with pool_of() as pool:
+        monkeypatch.setenv("SAMPLE_REWARDS", "exit")
+        with pytest.raises(RuntimeError, match=r"3 times in a row: .*SystemExit: 6"):
+            pool.score(samples("exit 1", "is 1"))
+
+
+def test_a_process_that_the_kernel_keeps_does_not_hold_the_run_up(monkeypatch, caplog):
+    monkeypatch.setattr(worker_process, "KILL_TIMEOUT_S", 0.2)
+    with pool_of(timeout_s=0.5) as pool:
+        kept = pool._workers[0].process.process.pid
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_process.os, "killpg", lambda group, number: None)
+            results = pool.score(samples("hang", "is 1"))
+    assert [r.status for r in results] == ["timeout", "ok"]
+    assert f"process {kept} of a reward function did not end" in caplog.text
+    os.killpg(kept, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("function", "success_at", "responses", "correct"),
+    [
+        ("sample_rewards.act_out", None, ["is 1", "is 0"], [None, None]),
+        ("sample_rewards.act_out", 0.5, ["is 0.5", "is 0.4"], [True, False]),
+        ("sample_rewards.declared", None, ["0.5", "0.4"], [True, False]),
+        ("sample_rewards.declared", 0.7, ["0.7", "0.6"], [True, False]),
+        (
+            "sample_rewards.graded",
+            0.5,
+            ['{"reward": 0.1, "correct": True}', '{"reward": 0.9, "correct": np.False_}', "0.6"],
+            [True, False, True],
+        ),
+        ("exact", None, ["", "x"], [False, False]),
+    ],
+)
+def test_correct_is_what_is_said_or_what_reaches_the_threshold(
+    function, success_at, responses, correct
+):
+    with pool_of(function, success_at=success_at) as pool:
+        given = [Sample(r, r, "y", "?", {}, "id") for r in responses]
+        assert [result.correct for result in pool.score(given)] == correct
 
 
 def test_the_clock_starts_with_the_work_not_in_the_queue():
@@ -108,15 +257,17 @@ def test_a_pool_that_was_not_looking_does_not_turn_results_into_timeouts(monkeyp
 def test_a_result_that_waits_to_be_read_is_no_timeout():
     with pool_of() as pool:
         worker = pool._workers[0]
-        worker.assign([0], samples("is 1"))
-        assert worker.connection.poll(5.0)
+        line = {"number": 0, "response": "is 1", "answer": None, "columns": {}}
+        worker.assign([0], [json.dumps(line)])
+        wait([worker.process], 5.0)
         worker.began = time.monotonic() - 100.0
         assert worker.failure(timeout_s=5.0) is None
+        worker.process.kill()
 
 
 def test_a_killed_worker_takes_what_it_started_with_it(tmp_path):
     with pool_of(timeout_s=0.5) as pool:
-        hung = pool._workers[0].process.pid
+        hung = pool._workers[0].process.process.pid
         (result,) = pool.score(samples(f"spawn {tmp_path / 'pid'}"))
     assert result.status == "timeout"
     assert gone(hung) and gone(int((tmp_path / "pid").read_text()))
@@ -124,14 +275,14 @@ def test_a_killed_worker_takes_what_it_started_with_it(tmp_path):
 
 def test_a_worker_that_dies_between_steps_is_replaced_and_nobody_is_blamed():
     with pool_of() as pool:
-        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
-        assert gone(pool._workers[0].process.pid)
+        os.kill(pool._workers[0].process.process.pid, signal.SIGKILL)
+        assert gone(pool._workers[0].process.process.pid)
         assert [r.value for r in pool.score(samples("is 1", "is 2"))] == [1.0, 2.0]
 
 
 def test_closing_ends_every_process():
     with pool_of(num_workers=2) as pool:
-        pids = [worker.process.pid for worker in pool._workers]
+        pids = [worker.process.process.pid for worker in pool._workers]
     assert all(map(gone, pids))
 
 
@@ -156,5 +307,5 @@ def test_a_function_that_cannot_be_imported_is_refused_at_start():
 
 def test_math_verify_runs_in_a_worker():
     with pool_of("math_verify", timeout_s=30.0) as pool:
-        results = pool.score([Sample(r"\boxed{\frac12}", "0.5", "?", {}, "id")])
+        results = pool.score([Sample(r"\boxed{\frac12}", "", "0.5", "?", {}, "id")])
     assert results[0].value == 1.0

@@ -1,13 +1,16 @@
 """What the built-in rewards give, and what is said about a function that cannot be used."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reasoning_gym as gym
+import torch
 
-from rltrain.environments.rewards import exact, load_reward, math_verify, reasoning_gym
+from rltrain.environments.rewards import exact, judgement, load_reward, math_verify, reasoning_gym
 
 
 @pytest.fixture(autouse=True)
@@ -17,33 +20,81 @@ def import_from_this_folder(monkeypatch):
 
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
-    [("42", "42", 1), (" 42\n", 42, 1), ("42.", "42", 0), ("", "42", 0), ("042", "42", 0)],
+    [
+        ("42", "42", 1),
+        (" 42\n", 42, 1),
+        ("42.0", 42.0, 1),
+        ("42", 42.0, 0),
+        ("42.", "42", 0),
+        ("", "42", 0),
+        ("042", "42", 0),
+    ],
 )
 def test_exact(response, answer, reward):
     assert exact(response, answer, prompt="?") == reward
 
 
+@pytest.mark.parametrize("answer", [None, {"ground_truth": "1"}, ["1"], math.nan, math.inf, True])
+@pytest.mark.parametrize("function", [exact, math_verify])
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(function, answer):
+    with pytest.raises(ValueError, match=f"found {type(answer).__name__} .*data.answer_column"):
+        function(str(answer), answer)
+
+
 @pytest.mark.parametrize(
-    ("response", "answer", "reward"),
+    ("value", "reward", "correct"),
     [
-        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1),
-        (r"$\frac{2}{4}$", r"\frac{1}{2}", 1),
-        ("The answer is 42", 42, 1),
-        ("The answer is 41", "42", 0),
-        ("no idea", "42", 0),
-        ("", "42", 0),
-        (r"\boxed{x^2+2x+1}", "$(x+1)^2$", 1),
-        (r"\boxed{(1,2]}", "(1,2]", 1),
-        (r"\boxed{(1,2)}", "(1,2]", 0),
+        (1, 1.0, None),
+        (0.5, 0.5, None),
+        (True, 1.0, None),
+        (np.float32(0.5), 0.5, None),
+        (np.float64(0.5), 0.5, None),
+        (np.int64(-2), -2.0, None),
+        (np.True_, 1.0, None),
+        (np.array(0.5), 0.5, None),
+        (torch.tensor(0.5), 0.5, None),
+        (torch.tensor(True), 1.0, None),
+        ({"reward": 0.25}, 0.25, None),
+        ({"reward": np.int8(1), "correct": True}, 1.0, True),
+        ({"reward": -1, "correct": np.False_}, -1.0, False),
+        ({"reward": -1, "correct": None}, -1.0, None),
     ],
 )
-def test_math_verify(response, answer, reward):
-    assert math_verify(response, answer, prompt="?") == reward
+def test_what_a_reward_may_return(value, reward, correct):
+    found = judgement(value)
+    assert found == (reward, correct)
+    assert type(found.reward) is float and type(found.correct) in (bool, type(None))
 
 
-def test_math_verify_refuses_an_answer_without_mathematics():
-    with pytest.raises(ValueError, match="finds no mathematics in the answer ''"):
-        math_verify("1", "")
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("0.5", "found str '0.5'"),
+        (None, "found NoneType"),
+        (1 + 0j, "found complex"),
+        (math.nan, "found float 'nan'"),
+        (-math.inf, "found float '-inf'"),
+        (1e39, "found float '1e+39', which float32 cannot hold"),
+        pytest.param(10**400, "found int", id="huge"),
+        (np.array([0.5]), "found ndarray"),
+        (torch.tensor([0.5]), "found Tensor"),
+        (np.complex64(1), "found complex64"),
+        (np.str_("1"), "found str_"),
+        (np.datetime64("2026-01-01"), "found datetime64"),
+        ((1.0, {}), "found tuple"),
+        ([1.0], "found list"),
+        ({"score": 1.0}, "a mapping of ['score']"),
+        ({"reward": 1.0, "acc": True}, "a mapping of ['acc', 'reward']"),
+        ({"reward": "1"}, "found str '1'"),
+        ({"reward": {"reward": 1}}, "found dict"),
+        ({"reward": 1.0, "correct": 1.0}, "found correct=float '1.0'"),
+        ({"reward": 1.0, "correct": "yes"}, "found correct=str 'yes'"),
+    ],
+)
+def test_anything_else_is_refused_with_its_type(value, said):
+    with pytest.raises(ValueError, match=r"expected a finite number") as caught:
+        judgement(value)
+    assert said in str(caught.value)
 
 
 def test_reasoning_gym_scores_its_own_answers():

@@ -1,0 +1,135 @@
+"""Reads mathematics out of answers and responses, both in the same way, with math-verify.
+
+math-verify reads text as far as it understands it and says nothing of the rest: ``2√3`` is 2 to it,
+and ``1.5e3`` a product of letters. A reference answer that it would read so is refused here, since
+right responses would get 0, or wrong ones 1.
+"""
+
+import re
+from decimal import Decimal
+from functools import cache
+from typing import Any
+
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+_NUMBER = r"(?<![\w.,\\])(-?\d+(?:,\d{3})*(?:\.\d+)?)"
+_SCIENTIFIC = re.compile(_NUMBER + r"[eE]([+-]?\d{1,2})(?![\w.])")
+_SCALED = re.compile(_NUMBER + rf"\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\b\s*\}}?")
+_GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)\s*\Z")
+_BOXED_PERCENT = re.compile(r"\\boxed\{\s*([^{}%]*?)\s*%\s*\}")
+_BOXED_STOP = re.compile(r"(\\boxed\{[^{}]*\d)\.\s*\}")
+# After a number and a space, such as km/h; and areas and volumes, of whose units the power would
+# else be read.
+_COMPOUND_UNIT = re.compile(r"(?<=\d)\s+[a-zA-Z]{1,3}/[a-zA-Z]{1,3}(?![a-zA-Z])")
+_POWER_UNIT = re.compile(r"(?<=\d)\s*(?:mm|cm|dm|km|ft|in|yd|mi)\s*\^\s*(?:[23]|\{[23]\})")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[, ]| |\{,\})\d{3})+(?!\d)")
+_MIXED = re.compile(r"(?<![\d/.,])(\d+) (\d+)/(\d+)(?![\d/])")
+_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mbox|begin|end)\{[^{}]*\}|\\[a-zA-Z]+")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{[^{}]*\}(?:\s*\^\{?\d\}?)?")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z '-]+[A-Za-z]")
+_WITH_UNIT = re.compile(r"[-+]?\d[\d,./]*\s*%?\s*[A-Za-z][A-Za-z .'/-]*")
+
+
+def is_equal(response: str, answer: str) -> bool:
+    """Whether the response's last, or boxed, answer is mathematically ``answer``.
+
+    Raises:
+        ValueError: as `parse_answer`
+    """
+    from math_verify import verify
+
+    # Its own time limits use signals, which fail off the main thread; the pool has a better one.
+    return bool(verify(parse_answer(answer), _parse(response), timeout_seconds=None))
+
+
+@cache  # all responses of a group have the same
+def parse_answer(answer: str) -> list[Any]:
+    """math-verify's reading of a reference answer: an expression and its text.
+
+    Raises:
+        ValueError: there is no mathematics in it, or math-verify would leave a part of it out.
+    """
+    given = answer.strip()
+    if _WORDS.fullmatch(given):  # such as "no solution": not a product of letters
+        given = rf"\text{{{given}}}"
+    found = _parse(given)
+    if not found or isinstance(found[0], str):
+        raise ValueError(f"math-verify finds no mathematics in the answer {answer!r}: {ADVICE}")
+    if unread := _unread(_plain_numbers(given), found[0]):
+        raise ValueError(
+            f"math-verify reads the answer {answer!r} as {found[0]} and leaves out {unread!r}: "
+            f"{ADVICE}"
+        )
+    return found
+
+
+ADVICE = (
+    r"expected a number or LaTeX, such as 42, 1/2, \sqrt{2} or \text{Monday}; rewrite the answer, "
+    "leave the row out, or use a reward function of your own"
+)
+
+
+def _parse(text: str) -> list[Any]:
+    """Bare mathematics, such as ``\\frac{1}{2}``, counts as LaTeX only between dollar signs."""
+    from math_verify import parse
+
+    text = _plain_numbers(text)
+    if _is_bare(text):
+        text = f"${text.replace('$', '')}$"
+    found: list[Any] = parse(text, parsing_timeout=None)
+    return found
+
+
+def _plain_numbers(text: str) -> str:
+    """The same text with what math-verify does not know written as it does."""
+    if ending := _GSM8K.search(text):
+        text = ending[1]
+    text = text.strip().replace("\u2212", "-").replace(r"\%", "%").replace(r"\$", "")
+    text = re.sub(r"[€£¥](?=\s*-?\d)", "", text)
+    text = re.sub(r"(?<=\d)_(?=\d{3}(?!\d))", "", text)
+    text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = re.sub(r"(?<=\d)\*\*(?=\d)", "^", text)
+    text = _MIXED.sub(_improper, text)
+    text = _SCIENTIFIC.sub(lambda found: _shifted(found[1], int(found[2])), text)
+    text = _SCALED.sub(lambda found: _shifted(found[1], SCALES[found[2]]), text)
+    text = _COMPOUND_UNIT.sub("", text)
+    text = _POWER_UNIT.sub("", text)
+    text = _BOXED_STOP.sub(r"\1}", text)
+    return _BOXED_PERCENT.sub(r"$\1$%", text)
+
+
+def _shifted(number: str, power: int) -> str:
+    return f"{Decimal(number.replace(',', '')).scaleb(power):f}"
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, over, under = map(int, mixed.groups())
+    return f"{whole * under + over}/{under}" if over < under else mixed[0]
+
+
+def _is_bare(text: str) -> bool:
+    """Whether the text is one expression, and no prose around one."""
+    return not _is_delimited(text) and not re.search(r"[A-Za-z]{3}", _COMMAND.sub("", text))
+
+
+def _is_delimited(text: str) -> bool:
+    if any(mark in text for mark in (r"\(", r"\[", r"\boxed", "\n")):
+        return True
+    return text.count("$") % 2 == 0 and "$" in text
+
+
+def _unread(text: str, expression: object) -> str:
+    """The first part of an answer's text that makes no difference to the expression."""
+    bare, text = _is_bare(text), _TEXT.sub("", text)
+    if not (bare or _is_delimited(text) or _WITH_UNIT.fullmatch(text)):
+        return text
+    for number in re.finditer(r"\d+", text):
+        start, digit = number.start(), int(text[number.start()])
+        others = [f"{text[:start]}{(digit + n) % 9 + 1}{text[start + 1 :]}" for n in (0, 1)]
+        if all(_same(_parse(other), expression) for other in others):
+            return number[0]
+    return ""
+
+
+def _same(found: list[Any], expression: object) -> bool:
+    return bool(found) and str(found[0]) == str(expression)
