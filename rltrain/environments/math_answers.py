@@ -1,7 +1,7 @@
 """Reads mathematics out of answers and responses, both in the same way, with math-verify.
 
-math-verify reads text as far as it understands it and says nothing of the rest: ``2√3`` is 2 to it,
-and ``1.5e3`` a product of letters. A reference answer that it would read so is refused here, since
+math-verify reads text as far as it understands it and says nothing of the rest: ``\\log 2`` without the
+backslash is 2 to it, and ``1.5e3`` a product of letters. A reference answer that it would read so is refused here, since
 right responses would get 0, or wrong ones 1.
 """
 
@@ -85,7 +85,7 @@ def _plain_numbers(text: str) -> str:
     if ending := _GSM8K.search(text):
         text = ending[1]
     text = text.strip().replace("\u2212", "-").replace(r"\%", "%").replace(r"\$", "")
-    text = re.sub(r"[€£¥](?=\s*-?\d)", "", text)
+    text = re.sub(r"[\u20ac\u00a3\u00a5](?=\s*-?\d)", "", text)
     text = re.sub(r"(?<=\d)_(?=\d{3}(?!\d))", "", text)
     text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = re.sub(r"(?<=\d)\*\*(?=\d)", "^", text)
