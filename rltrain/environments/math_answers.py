@@ -1,8 +1,8 @@
 """Reads mathematics out of answers and responses, both in the same way, with math-verify.
 
-math-verify reads text as far as it understands it and says nothing of the rest: ``\\log 2`` without the
-backslash is 2 to it, and ``1.5e3`` a product of letters. A reference answer that it would read so is refused here, since
-right responses would get 0, or wrong ones 1.
+math-verify reads text as far as it understands it and says nothing of the rest: ``log 2`` is 2 to
+it, and ``1.5e3`` a product of letters. A reference answer that it would read so is refused here,
+since right responses would get 0, or wrong ones 1.
 """
 
 import re
