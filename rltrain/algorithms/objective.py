@@ -12,6 +12,9 @@ from rltrain.algorithms.losses.inputs import LossInputs, require_token_loss
 from rltrain.algorithms.reduce import weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
 
+RATIO_STEPS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.5, 2.0)
+"""Distances of a token's log ratio from 0 at which tokens beyond are counted."""
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -72,6 +75,8 @@ def policy_objective(
         "ratio": found.ratio,
         "kl": log_r.expm1() - log_r,
         "entropy": entropy,
+        # What is not a number is beyond all of them.
+        **{f"ratio_beyond/{x:g}": ~(found.ratio.detach().log().abs() <= x) for x in RATIO_STEPS},
         **{f"stat/{name}": value for name, value in found.stats.items()},
     }
     if targets.ref_logprobs is not None:

@@ -6,26 +6,25 @@ the step has anyway. What a run cannot check, it says. Pure.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
 
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.noise import Bound
+from rltrain.controller.noise import (
+    Bound,
+    Precision,
+    bound_for,
+    coarsest,
+    count_above,
+    is_more_than,
+)
 from rltrain.data.packing import mini_batch_sizes
 from rltrain.policy.types import Scored, Updated
-
-RATIO_BOUND = {"fp32": 1e-5, "bf16": 0.1}
-"""max |pi / pi_old - 1|. The update cuts its micro-batches otherwise than the pass before, so that
-kernels sum in another order: noise of the parameters' dtype, of single tokens."""
-
-REFERENCE_KL_BOUND = {"fp32": 1e-9, "bf16": 1e-4}
-"""Mean k3 between two copies of one model in two passes alike."""
-
-MISMATCH_BOUND = {"r3": 1.02, "native": 1.1, "dense": 1.05}
-"""Mean exp |log pi_train - log pi_rollout|: what NeMo-RL gates its nightly runs with."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,12 @@ class FirstStep:
     batch: Batch
     updates: Sequence[Updated]
     metrics: dict[str, float]
+    scored: Tensor | None  # the trainer's log-probabilities before the updates  # [N]
     is_fresh: bool  # not resumed, so that the reference is still the policy
     paired: Batch | None  # with ref_logprobs scored by the routing of old_logprobs
     native_losses: Sequence[str]  # of the router, that are on
-    precision: Literal["fp32", "bf16"]
+    precision: Precision  # of the trainer
+    engine_precision: Precision
     vocab_size: int
     has_experts: bool
 
@@ -124,28 +125,32 @@ def _ratios(first: FirstStep, config: Config) -> list[Check]:
     if not first.updates:
         why = "no token of this step is in the loss"
         return [_unchecked(ratio, why), _unchecked(clipped, why)]
-    update, bound = first.updates[0], RATIO_BOUND[first.precision]
-    off = max(abs(update.maxima["ratio_max"] - 1), abs(1 + update.maxima["ratio_min"]))
+    totals = first.updates[0].totals
+    bound = _bound(first, first.precision, replays=config.routing_replay.mode != "off")
+    num_tokens = int(totals["tokens"])
     checks = [
-        _check(ratio, off <= bound, f"max |ratio - 1| = {off:.1e}", _most(bound, first.precision))
+        _within(ratio, bound, lambda x: totals[f"ratio_beyond/{x:g}"], num_tokens, "|log ratio|")
     ]
-    stats = [total for name, total in update.totals.items() if name.startswith("stat/clip")]
-    reach = min(config.algorithm.clip_low, config.algorithm.clip_high)
-    if not stats or reach <= bound:
-        why = f"clip range {reach:g} within the noise of {bound:g}" if stats else "no clip"
+    stats = [total for name, total in totals.items() if name.startswith("stat/clip")]
+    low, high = config.algorithm.clip_low, config.algorithm.clip_high
+    reach = min(math.inf if low == 1 else -math.log1p(-low), math.log1p(high))
+    if not stats or reach <= bound.tail:
+        why = f"clip range {reach:g} within the noise of {bound.tail:g}" if stats else "no clip"
         return [*checks, _unchecked(clipped, why)]
-    return [*checks, _check(clipped, sum(stats) == 0, f"{sum(stats):g} tokens", "0")]
+    most = f"at most {100 * bound.tail_share:g} % and chance"
+    holds = not is_more_than(bound.tail_share, sum(stats), num_tokens)
+    return [*checks, _check(clipped, holds, f"{sum(stats):g} of {num_tokens} tokens", most)]
 
 
 def _reference(first: FirstStep, config: Config) -> list[Check]:
-    name = "KL to an identical reference is 0"
+    name = "an identical reference is no distance away"
     if config.algorithm.kl.coef == 0:
         return [_unchecked(name, "algorithm.kl.coef=0: no reference")]
     if not first.is_fresh or first.paired is None:
         return [_unchecked(name, "the run was resumed, or bypasses the pass to pair it with")]
-    bound = REFERENCE_KL_BOUND[first.precision]
-    kl = _k3(first.paired)
-    checks = [_check(name, kl <= bound, f"mean k3 = {kl:.1e}", _most(bound, first.precision))]
+    bound = _bound(first, first.precision, replays=config.routing_replay.mode == "r3")
+    distances = _distances(first.paired, *first.paired.require("old_logprobs", "ref_logprobs"))
+    checks = [_within(name, bound, count_above(distances), len(distances), "|log ratio|")]
     if first.paired.ref_logprobs is not first.batch.ref_logprobs:
         bias = _k3(first.batch)
         found = f"mean k3 = {bias:.1e}, of the native reference to the replayed policy"
@@ -164,19 +169,38 @@ def _entropy(first: FirstStep) -> Check:
         return _unchecked(name, "no token of this step is in the loss")
     mean = first.metrics["policy/entropy"]
     most = first.metrics["policy/entropy_max"]
-    fits = 0 <= mean <= most <= limit * (1 + 1e-5)
+    rounding = 1e-5 * limit  # of sums over the vocabulary, and over tokens of one entropy
+    fits = -rounding <= mean <= most + rounding <= limit + 2 * rounding
     found = f"mean {mean:.3g}, max {most:.3g} nat"
     return _check(name, fits, found, f"0 to log V = {limit:.3g}")
 
 
 def _mismatch(first: FirstStep, config: Config) -> Check:
     name = "trainer and engine agree"
-    if "mismatch/mult_prob_error" not in first.metrics:
+    if first.scored is None:
         return _unchecked(name, "the pass that measures it was bypassed")
-    kind = "r3" if config.routing_replay.mode == "r3" else "native"
-    bound = MISMATCH_BOUND[kind if first.has_experts else "dense"]
-    error = first.metrics["mismatch/mult_prob_error"]
-    return _check(name, error <= bound, f"E[exp |d|] = {error:.5f}", f"at most {bound:g}")
+    (rollout,) = first.batch.require("rollout_logprobs")
+    distances = _distances(first.batch, first.scored, rollout)
+    precision = coarsest(first.precision, first.engine_precision)
+    bound = _bound(first, precision, replays=config.routing_replay.mode == "r3")
+    return _within(name, bound, count_above(distances), len(distances), "|d|")
+
+
+def _bound(first: FirstStep, precision: Precision, *, replays: bool) -> Bound:
+    return bound_for(precision, same_experts=replays or not first.has_experts)
+
+
+def _distances(batch: Batch, logprobs: Tensor, others: Tensor) -> Tensor:
+    """Of the response tokens.  # [n]"""
+    return (logprobs - others)[batch.response_mask].abs()
+
+
+def _within(
+    name: str, bound: Bound, above: Callable[[float], float], num_tokens: int, what: str
+) -> Check:
+    shares = (f"{100 * above(x) / max(1, num_tokens):.2g} % above {x:g}" for x in bound.distances)
+    found = f"{what} of {num_tokens} tokens: {', '.join(shares)}"
+    return _check(name, bound.holds(above, num_tokens), found, f"{bound}, and chance")
 
 
 def _losses(native_losses: Sequence[str]) -> Check:
@@ -191,7 +215,3 @@ def _check(name: str, holds: bool, found: str, expected: str) -> Check:
 
 def _unchecked(name: str, why: str) -> Check:
     return Check(name, why, "", "not checked")
-
-
-def _most(bound: float, precision: str) -> str:
-    return f"at most {bound:g} in {precision}"

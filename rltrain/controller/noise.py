@@ -31,10 +31,12 @@ class Bound:
 
     def holds(self, above: Callable[[float], float], num_tokens: int) -> bool:
         """Whether the number of tokens ``above`` each distance may be chance, out of so many."""
-        return not any(
-            is_more_than(share, above(distance), num_tokens)
-            for distance, share in ((self.half, 0.5), (self.tail, self.tail_share))
-        )
+        shares = zip(self.distances, (0.5, self.tail_share), strict=True)
+        return not any(is_more_than(share, above(x), num_tokens) for x, share in shares)
+
+    @property
+    def distances(self) -> tuple[float, float]:
+        return self.half, self.tail
 
     def __str__(self) -> str:
         return (
@@ -53,7 +55,7 @@ SAME_EXPERTS: dict[Precision, Bound] = {
 OWN_EXPERTS: dict[Precision, Bound] = {
     "fp32": Bound(1e-3, 0.01),
     "bf16": Bound(0.03, 0.5),
-    "fp8": Bound(0.2, 1.0),
+    "fp8": Bound(0.2, 2.0),
 }
 """Where each pass chooses its experts: near-ties flip, and what follows a flip moves, too."""
 
@@ -83,21 +85,21 @@ def count_above(distances: Tensor) -> Callable[[float], float]:
 
 
 def trainer_precision(config: Config, device: str) -> Precision:
+    """Of what the policy multiplies in; on GPUs fp32 is TF32 in some kernels, and bf16's bounds
+    are the next."""
     if config.policy.megatron_args.get("fp8"):
         return "fp8"
     params = config.policy.precision.params
-    if params == "auto":
-        return "fp32" if device == "cpu" else "bf16"
-    return params
+    return "fp32" if device == "cpu" and params != "bf16" else "bf16"
 
 
-def engine_precision(config: Config) -> Precision:
+def engine_precision(config: Config, device: str) -> Precision:
     """Of the coarsest that the engine computes with: matrices or KV cache."""
     rollout = config.rollout
     cache = str(rollout.engine_args.get("kv_cache_dtype", "auto"))
     if rollout.quantization == "fp8" or cache.startswith("fp8"):
         return "fp8"
-    return "fp32" if rollout.dtype == "float32" else "bf16"
+    return "fp32" if device == "cpu" and rollout.dtype == "float32" else "bf16"
 
 
 def coarsest(*precisions: Precision) -> Precision:

@@ -12,6 +12,7 @@ from rltrain.controller.cluster import Cluster
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.invariants import Check, FirstStep, check_first_step
 from rltrain.controller.loop import Loop, Step
+from rltrain.controller.noise import engine_precision, trainer_precision
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.turns import Turns
 from rltrain.controller.weight_sync import WeightSync, check_weight_sync
@@ -222,16 +223,16 @@ class Trainer(Loop):
         return {"policy/kl_coef": used}
 
     def first_checks(self, taken: Step) -> list[Check]:
-        params = self.config.policy.precision.params
-        auto: Literal["fp32", "bf16"] = "fp32" if self.spec.device == "cpu" else "bf16"
         first = FirstStep(
             batch=taken.batch,
             updates=taken.updates,
             metrics=taken.metrics,
+            scored=None if taken.scored is None else taken.scored.logprobs,
             is_fresh=self.resumed_after == 0,
             paired=taken.paired,
             native_losses=self.policy.call("native_losses")[0],
-            precision=auto if params == "auto" else params,
+            precision=trainer_precision(self.config, self.spec.device),
+            engine_precision=engine_precision(self.config, self.spec.device),
             vocab_size=self.arch.vocab_size,
             has_experts=bool(self.arch.moe_layers),
         )
