@@ -1,0 +1,51 @@
+"""The tokenizer of a run, loaded without torch where that can be."""
+
+from pathlib import Path
+from typing import Any
+
+from rltrain.config.model import ModelConfig
+from rltrain.data.tokenizer import tiny_tokenizer
+
+TOKENIZER = "tokenizer.json"
+_SOURCES = (TOKENIZER, "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of ``model.path``, or the tiny model's.
+
+    With a ``tokenizer.json`` it is what that file says, and no torch is imported. transformers'
+    AutoTokenizer, which imports it, may make another tokenizer of the same folder:
+    `rltrain.data.tokenizer_checks.check_auto_tokenizer` compares the two.
+
+    Raises:
+        ValueError: the folder has no tokenizer, or one that cannot be read.
+    """
+    if model.path is None:
+        return tiny_tokenizer()
+    folder = Path(model.path).expanduser()
+    if not model.trust_remote_code and (folder / TOKENIZER).is_file():
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        return _loaded(TokenizersBackend, folder)
+    return load_auto_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+
+
+def load_auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """What transformers takes the folder's tokenizer for; raises as `load_tokenizer`."""
+    from transformers import AutoTokenizer
+
+    return _loaded(AutoTokenizer, folder, trust_remote_code=trust_remote_code)
+
+
+def _loaded(loader: Any, folder: Path, **options: Any) -> Any:
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, **options)
+    except Exception as error:  # `tokenizers` raises nothing more special
+        if not any((folder / name).is_file() for name in (*_SOURCES, "tokenizer_config.json")):
+            raise ValueError(
+                f"{folder} has no tokenizer: expected {' or '.join(_SOURCES)}. Copy the files of "
+                "the model's tokenizer there"
+            ) from error
+        raise ValueError(
+            f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
