@@ -30,6 +30,7 @@ from rltrain.config.groups import Groups, conf_folder, find_groups, summary
 from rltrain.config.overrides import Override, check
 from rltrain.config.reference import keys
 from rltrain.controller.preflight import preflight
+from rltrain.controller.run_data import RunData
 
 PROGRAM = "python -m rltrain.main"
 
@@ -48,21 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(OmegaConf.to_yaml(config.model_dump(mode="json")))
             return 0
         config = start_folder(config)
-        preflight(config)
+        data = preflight(config)
     except ValueError as error:
         return fail("cannot start", error, 2)
     save(config, PROGRAM, argv)
-    return run(config)
+    return run(config, data)
 
 
-def run(config: Config) -> int:
+def run(config: Config, data: RunData) -> int:
     """Train; an error is one message, and its traceback lies in ``error.log`` of the run."""
     try:
         if config.algorithm.type == "sft":
             from rltrain.controller.supervised import run as train
         else:
             from rltrain.controller.reinforced import run as train
-        train(config)
+        train(config, data)
     except KeyboardInterrupt:
         return 130
     except (ValueError, RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What must be true of files and machine before anything starts. Imports no torch by itself.
+"""What must be true of files and machine before anything starts: the checks, in their order.
 
 Each check raises ``ValueError`` with what was expected, what was found and what to do.
 """
@@ -27,37 +27,54 @@ from rltrain.controller.model_checks import (
     check_weights,
     read_model,
 )
-from rltrain.environments.rewards import load_reward
+from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
+from rltrain.weights.architecture import Architecture
 
 
-def preflight(config: Config) -> None:
-    """Run the checks that concern ``config``; the output folder comes last and is created."""
+def preflight(config: Config) -> RunData:
+    """Run the checks that concern ``config``; the output folder comes last and is created.
+
+    What is quick and needs little comes first. What needs torch comes after the data.
+
+    Returns:
+        the data as they were read and checked, for the run to go on with.
+    """
     model = read_model(config)
     check_layout(config, model)
-    check_data(config)
+    check_lengths(config, model)
+    check_earlier_run(config)
     if config.algorithm.type == "rl":
-        check_lengths(config, model)
         check_replay(config, model)
-        if config.cluster.address is None:
-            check_engine_shapes(config, model, device(config.cluster))
-        else:
-            check_tensor_parallel(config.rollout, model)
-        name, version = check_engine()
-        check_logits_processors()
-        if config.routing_replay.capture:
-            check_capture_version(name, version)
-            check_capture_options(
-                config.rollout.engine_args, os.environ, device(config.cluster), version
-            )
-        load_reward(config.data.reward.function)
+        check_engines(config, model)
+    found = examine(config, model)
+    if found.fault is not None:
+        raise found.fault
+    if config.algorithm.type == "rl":
         check_algorithm(config.algorithm)
         check_critic(config, model)
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
+    check_folder_tokenizer(config, found)
     if config.model.path is not None:
         check_weights(config.model.path, model)
     check_imported(config.model)
     check_output(config)
+    return found
+
+
+def check_engines(config: Config, model: Architecture) -> None:
+    """The installed vLLM can generate with the model, here or, as far as known, in the cluster."""
+    if config.cluster.address is None:
+        check_engine_shapes(config, model, device(config.cluster))
+    else:
+        check_tensor_parallel(config.rollout, model)
+    name, version = check_engine()
+    check_logits_processors()
+    if config.routing_replay.capture:
+        check_capture_version(name, version)
+        check_capture_options(
+            config.rollout.engine_args, os.environ, device(config.cluster), version
+        )
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -75,23 +92,19 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         )
 
 
-def check_data(config: Config) -> None:
-    for key, path in (("path", config.data.path), ("eval_path", config.data.eval_path)):
-        if path is not None and not Path(path).expanduser().exists():
-            raise ValueError(
-                f"data.{key}={path}: expected a file or folder, found nothing there (relative "
-                f"paths start at {Path.cwd()})"
-            )
-
-
-def check_output(config: Config) -> None:
-    """The folder can be written and holds no other run; it is created."""
+def check_earlier_run(config: Config) -> None:
+    """The output folder holds no other run."""
     folder = Path(config.trainer.output_dir)
     if config.trainer.resume == "never" and (folder / CONFIG_FILE).exists():
         raise ValueError(
             f"trainer.output_dir={folder}: expected a new or empty folder, found an earlier run. "
             "Set trainer.resume=auto to go on with it, or choose another folder"
         )
+
+
+def check_output(config: Config) -> None:
+    """The output folder can be written; it is created."""
+    folder = Path(config.trainer.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -4,8 +4,6 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
 from rltrain.controller.cluster import cluster
@@ -14,6 +12,7 @@ from rltrain.controller.engines import ask, engine_spec, start_engines
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.loop import is_finished, open_tracker
 from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller.run_data import RunData
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.speed import Speed
 from rltrain.controller.supervised import warm_started_model
@@ -21,7 +20,6 @@ from rltrain.controller.trainer import Trainer
 from rltrain.controller.transfer import choose_carrier
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.loader import PromptLoader
-from rltrain.data.problems import problems_of
 from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.rollout.generator import Generator
@@ -31,18 +29,13 @@ from rltrain.weights.engine_fp8 import check_blocks
 from rltrain.weights.families import read_architecture
 
 
-def run(config: Config) -> None:
+def run(config: Config, data: RunData) -> None:
     """Start everything a run needs, train, and leave a report whatever happens."""
     if is_finished(config):
         return
     with ExitStack() as stack:
-        # Bad data ends the run here, before anything that takes long.
         given = Path(config.model.path) if config.model.path else None
-        tokenizer = AutoTokenizer.from_pretrained(
-            given or build_random_model(config.model),
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        problems = problems_of(config, tokenizer)
+        tokenizer, problems = data.tokenizer, data.problems
         if config.rollout.quantization == "fp8":
             arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
             check_blocks(arch, config.rollout.tensor_parallel)

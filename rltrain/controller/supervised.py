@@ -20,6 +20,7 @@ from rltrain.controller.invariants import Check, check_first_supervised_step
 from rltrain.controller.loop import Loop, Step, is_finished, open_tracker
 from rltrain.controller.noise import Precision, bound_for, trainer_precision
 from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller.run_data import RunData
 from rltrain.controller.speed import Speed
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problem import Problem
@@ -37,24 +38,17 @@ MODEL = "model"
 """What a supervised run leaves: a Hugging Face folder of this name."""
 
 
-def run(config: Config) -> None:
+def run(config: Config, data: RunData) -> None:
     """``algorithm.type=sft``: fit the data's answers and save a Hugging Face folder."""
     if is_finished(config):
         return
     path = Path(config.model.path) if config.model.path else build_random_model(config.model)
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, trust_remote_code=config.model.trust_remote_code
-    )
-    # Bad data ends the run here, before anything that takes long.
-    problems = load_problems(config.data, tokenizer)
-    limit = config.rollout.max_response_tokens
-    train = with_targets(problems.train, tokenizer, config.data, limit)
-    held_out = with_targets(problems.held_out, tokenizer, config.data, limit)
+    problems = data.problems
     arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
     with cluster(config) as placed:
         speed = Speed.of(config, arch, placed.placement, find_card(name_of(placed.gpu_ids)))
         policy = PolicyGroup(config, str(path), placed)
-        prompts = PromptLoader(train, config.trainer.prompts_per_step, config.trainer.seed)
+        prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
         trainer = SupervisedTrainer(
             config,
             prompts,
@@ -67,7 +61,7 @@ def run(config: Config) -> None:
         done = trainer.resume()
         with open_tracker(config, placed, done) as tracker:
             trainer.tracker = tracker
-            trainer.evaluator = HeldOutLoss(config, policy, held_out)
+            trainer.evaluator = HeldOutLoss(config, policy, problems.held_out)
             trainer.train()
             export(policy, Path(config.trainer.output_dir) / MODEL)
 

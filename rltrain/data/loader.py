@@ -8,7 +8,7 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from rltrain.data.problem import Problem
+from rltrain.data.problem import Problem, check_step_size
 
 # torchdata's own call, which torch deprecates; nothing a user could do about it.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -26,11 +26,7 @@ class PromptLoader:
     """
 
     def __init__(self, problems: Sequence[Problem], prompts_per_step: int, seed: int) -> None:
-        if len(problems) < prompts_per_step:
-            raise ValueError(
-                f"a step takes {prompts_per_step} different prompts (trainer.prompts_per_step and "
-                f"what rollout.oversample adds) and there are {len(problems)}: lower it or add data"
-            )
+        check_step_size(len(problems), prompts_per_step)
         self._fingerprint = _fingerprint(problems, prompts_per_step, seed)
         self._loader: StatefulDataLoader[list[Problem]] = StatefulDataLoader(
             problems,  # type: ignore[arg-type]  # a sequence is a map-style dataset

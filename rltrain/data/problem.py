@@ -63,6 +63,15 @@ class Problems:
             seen |= {p.id: name for p in problems}
 
 
+def check_step_size(num_problems: int, prompts_per_step: int) -> None:
+    """ValueError when there are fewer problems than one step needs."""
+    if num_problems < prompts_per_step:
+        raise ValueError(
+            f"a step takes {prompts_per_step} different prompts (trainer.prompts_per_step and "
+            f"what rollout.oversample adds) and there are {num_problems}: lower it or add data"
+        )
+
+
 def shorten(text: str, limit: int = 80) -> str:
     """The text, cut to about ``limit`` characters, for messages."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -16,7 +16,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
 
-REWARD = "def score(response, answer, **columns):\n    raise KeyError('no such grade')\n"
+REWARD = """
+def score(response, answer, **columns):
+    if response == answer:  # or preflight would refuse it
+        return 1.0
+    raise KeyError('no such grade')
+"""
 LOSS = """
 from rltrain.algorithms.losses.inputs import TokenLoss
 
@@ -35,7 +40,10 @@ def test_routes_that_mean_nothing_and_a_reward_that_raises(start: Any, tmp_path:
     raising = start("raising", "trainer.steps=1", "data.reward.function=broken_reward.score")
     for run, messages in (
         (gated, ["layer ", "native routing shares 0.", "routing_replay.min_overlap=1.0"]),
-        (raising, ["broken_reward.score", "32 of 32", "KeyError: 'no such grade'", "of prompt"]),
+        (
+            raising,
+            ["broken_reward.score", " of 32 samples", "KeyError: 'no such grade'", "of prompt"],
+        ),
     ):
         run.wait(expect=1)
         assert all(message in run.output for message in messages), run.output
@@ -78,6 +86,6 @@ def test_bad_data_ends_before_anything_starts(
     data = tmp_path / f"{name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     folders = [f"trainer.output_dir={tmp_path}/run", f"model.cache_dir={tmp_path}"]
-    assert main(["+recipe=grpo_moe_r3", "data=jsonl", f"data.path={data}", *folders]) == 1
+    assert main(["+recipe=grpo_moe_r3", "data=jsonl", f"data.path={data}", *folders]) == 2
     assert message in capsys.readouterr().err
     assert not ray.is_initialized()

@@ -1,8 +1,6 @@
 """What is checked before anything starts says what was expected, found, and what to do."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,9 @@ import pytest
 from rltrain.config import Config
 from rltrain.controller.machine import check_ranks, device
 from rltrain.controller.model_checks import check_imported, check_layout, read_model
-from rltrain.controller.preflight import check_data, check_output, preflight
+from rltrain.controller.preflight import check_earlier_run, check_output, preflight
 from rltrain.data.tiny_model import tiny_config
+from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.main import compose, main, start_folder
 from rltrain.weights import manifest
 from rltrain.weights.families import architecture_from_config
@@ -37,12 +36,13 @@ def save_dense_model(folder: Path) -> None:
         "num_key_value_heads": 2,
         "head_dim": 32,
         "intermediate_size": 128,
-        "vocab_size": 128,
+        "vocab_size": VOCAB_SIZE,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e4,
         "max_position_embeddings": 128,
     }
     names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    tiny_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(names | sizes))
 
 
@@ -57,7 +57,7 @@ def test_the_main_recipe_passes_and_gets_its_folder(tmp_path: Path) -> None:
     [
         ("model.path={}/none", "none does not exist"),
         ("model.path={}", "no config.json"),
-        ("data=jsonl data.path={}/none.jsonl", "data.path={}/none.jsonl: expected a file"),
+        ("data=jsonl data.path={}/none.jsonl", "there is no file or folder {}/none.jsonl"),
         ("data.reward.function=no_such_module.score", "No module named 'no_such_module'"),
         ("policy.parallel.dp=512 trainer.prompts_per_step=256", "expected at most 4 ranks a core"),
         ("data.max_prompt_tokens=2040", "expected together at most the 2048 positions"),
@@ -182,30 +182,13 @@ def test_no_visible_gpu_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device(Config.model_validate({"cluster": {"device": "cuda"}}).cluster) == "cuda"
 
 
-def test_data_is_there(tmp_path: Path) -> None:
-    file = tmp_path / "train.jsonl"
-    file.touch()
-    data = {"source": "jsonl", "path": str(file)}
-    check_data(Config.model_validate({"data": data}))
-    with pytest.raises(ValueError, match=r"data.eval_path=.*: expected a file or folder"):
-        check_data(Config.model_validate({"data": data | {"eval_path": str(tmp_path / "x")}}))
-
-
 def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     config = start_folder(compose([f"trainer.output_dir={tmp_path}"]))
     with pytest.raises(ValueError, match="found an earlier run"):
-        check_output(config)
-    check_output(compose([f"trainer.output_dir={tmp_path}", "trainer.resume=auto"]))
-
-
-def test_the_checks_import_no_torch() -> None:
-    code = (
-        "import sys; from rltrain.controller.preflight import preflight, read_model\n"
-        "from rltrain.config import Config; read_model(Config())\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        check_earlier_run(config)
+    check_earlier_run(compose([f"trainer.output_dir={tmp_path}", "trainer.resume=auto"]))
+    check_output(config)
 
 
 def test_imported_weights_are_whole_and_of_the_model(tmp_path: Path) -> None:

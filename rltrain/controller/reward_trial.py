@@ -1,0 +1,111 @@
+"""What the reward function says of an answer that is right and of one that is wrong, before a run.
+
+It runs as in a run: in a process of its own that is killed when it takes too long.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rltrain.config.data import BUILT_IN_REWARDS, RewardConfig
+from rltrain.data.problem import Problem, shorten
+from rltrain.environments.pool import RewardPool, RewardResult, Sample
+
+_log = logging.getLogger(__name__)
+
+NO_ANSWER = "I do not know."
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The reward of a problem's own answer and the lower one of two that are wrong."""
+
+    problem: Problem
+    answer: str | None
+    """The answer as a response; None where it is no text or number, or there is none."""
+    right: RewardResult | None
+    """None: there is no such response, or it failed for an earlier problem."""
+    other: str
+    wrong: RewardResult | None
+
+
+def try_rewards(config: RewardConfig, problems: Sequence[Problem], number: int) -> list[Trial]:
+    """Trials on the first ``number`` problems.
+
+    Raises:
+        ValueError: the reward function cannot be used.
+    """
+    chosen = list(problems[:number])
+    answers = [_as_response(problem.answer) for problem in chosen]
+    # One that fails is counted in a run, and shown here.
+    patient = config.model_copy(update={"num_workers": 1, "max_failed_fraction": 1.0})
+    with RewardPool(patient) as pool:
+        given = [(p, a) for p, a in zip(chosen, answers, strict=True) if a is not None]
+        rights = dict(zip((id(p) for p, _ in given), _score(pool, given), strict=True))
+        trials = []
+        for problem, answer in zip(chosen, answers, strict=True):
+            right = rights.get(id(problem))
+            failed = right is not None and right.status != "ok"
+            others = [] if failed else [NO_ANSWER, *_another(problems, answer)]
+            scored = _score(pool, [(problem, other) for other in others])
+            lowest = min(
+                zip(scored, others, strict=True), key=lambda found: _low(found[0]), default=None
+            )
+            result, other = lowest or (None, NO_ANSWER)
+            trials.append(Trial(problem, answer, right, other, result))
+    return trials
+
+
+def check_trial(trial: Trial, function: str) -> None:
+    """The reference answer has a reward, and a higher one than a wrong answer.
+
+    A function of the user's may judge something else than answers: that is a warning.
+
+    Raises:
+        ValueError: it has none, or a built-in reward gives no more for it.
+    """
+    right, wrong = trial.right, trial.wrong
+    of = f"data.reward.function={function}, prompt {shorten(trial.problem.prompt)!r}"
+    if right is not None and right.status != "ok":
+        raise ValueError(
+            f"{of}: expected a reward for the reference answer {shorten(str(trial.answer))!r}, "
+            f"found {right.status}: {right.detail}. Mend the function or the answer"
+        )
+    if wrong is not None and wrong.status != "ok":
+        _log.warning("%s: the response %r has no reward: %s", of, trial.other, wrong.detail)
+    if right is None or wrong is None or right.value is None or wrong.value is None:
+        return
+    if right.value <= wrong.value:
+        found = (
+            f"{of}: the reference answer {shorten(str(trial.answer))!r} has the reward "
+            f"{right.value:g}, and the response {trial.other!r} has {wrong.value:g}"
+        )
+        if function in BUILT_IN_REWARDS:
+            raise ValueError(
+                f"{found}: right answers would never be rewarded. Is data.answer_column the right "
+                "one, and does this function compare such answers?"
+            )
+        _log.warning("%s: it rewards no right answer as such, or answers in another form", found)
+
+
+def _as_response(answer: object) -> str | None:
+    if isinstance(answer, str):
+        return answer
+    number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return str(answer) if number else None
+
+
+def _another(problems: Sequence[Problem], answer: str | None) -> list[str]:
+    """The answer to another problem, which has the form of a right one."""
+    others = (_as_response(problem.answer) for problem in problems)
+    return [next((o for o in others if o is not None and o != answer), NO_ANSWER)]
+
+
+def _low(result: RewardResult) -> float:
+    return float("inf") if result.value is None else result.value
+
+
+def _score(pool: RewardPool, pairs: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+    return pool.score(
+        [Sample(text, p.answer, p.prompt, dict(p.columns), p.id) for p, text in pairs]
+    )

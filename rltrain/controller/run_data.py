@@ -1,0 +1,96 @@
+"""What a run makes of its data, read and checked once, before anything heavy. Imports no torch.
+
+Preflight raises the fault that is found here, and `rltrain data` prints all of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rltrain.config import Config
+from rltrain.controller.reward_trial import Trial, check_trial, try_rewards
+from rltrain.data.model_tokenizer import load_tokenizer
+from rltrain.data.problem import Problem, Problems, check_step_size
+from rltrain.data.problems import problems_of
+from rltrain.data.targets import with_targets
+from rltrain.data.tokenizer_checks import (
+    check_auto_tokenizer,
+    check_special_ids,
+    check_tokenizer,
+    check_vocabulary,
+)
+from rltrain.weights.architecture import Architecture
+
+
+@dataclass
+class RunData:
+    """What was found; a part is absent where a fault before it left nothing to look at."""
+
+    tokenizer: Any = None
+    problems: Problems = field(default_factory=lambda: Problems((), ()))
+    trials: tuple[Trial, ...] = ()
+    fault: ValueError | None = None
+
+
+def examine(config: Config, model: Architecture, num_trials: int = 1) -> RunData:
+    """Read, tokenize and check all that the run will train and evaluate on.
+
+    Args:
+        num_trials: how many problems the reward function is tried on
+    """
+    found = RunData()
+    try:
+        for _ in _looks(config, model, found, num_trials):
+            pass
+    except ValueError as error:
+        found.fault = error
+    return found
+
+
+def _looks(config: Config, model: Architecture, found: RunData, num_trials: int) -> Iterator[None]:
+    """Each look adds to ``found``, or raises ValueError."""
+    taught = config.algorithm.type == "sft"
+    folder = folder_of(config)
+    tokenizer = found.tokenizer = load_tokenizer(config.model)
+    if folder is not None:
+        check_tokenizer(tokenizer, folder)
+    check_special_ids(tokenizer, folder, model.vocab_size, taught=taught)
+    yield
+    found.problems = problems_of(config, tokenizer)
+    yield
+    check_vocabulary(tokenizer, model.vocab_size, folder, _named(found.problems))
+    yield
+    if taught:
+        limit = config.rollout.max_response_tokens
+        train, held_out = (
+            with_targets(problems, tokenizer, config.data, limit)
+            for problems in (found.problems.train, found.problems.held_out)
+        )
+        found.problems = replace(found.problems, train=train, held_out=held_out)
+    num_prompts = config.trainer.prompts_per_step if taught else config.prompts_per_round
+    check_step_size(len(found.problems.train), num_prompts)
+    yield
+    if not taught:
+        trials = try_rewards(config.data.reward, found.problems.train, num_trials)
+        found.trials = tuple(trials)
+        for trial in trials:
+            check_trial(trial, config.data.reward.function)
+
+
+def check_folder_tokenizer(config: Config, found: RunData) -> None:
+    """See `check_auto_tokenizer`; imports torch."""
+    folder = folder_of(config)
+    if folder is not None:
+        trusted = config.model.trust_remote_code
+        check_auto_tokenizer(found.tokenizer, folder, trust_remote_code=trusted)
+
+
+def folder_of(config: Config) -> Path | None:
+    return Path(config.model.path).expanduser() if config.model.path else None
+
+
+def _named(problems: Problems) -> Iterator[tuple[str, Problem]]:
+    for name in ("train", "held_out"):
+        for problem in getattr(problems, name):
+            yield name, problem
