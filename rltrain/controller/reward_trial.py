@@ -5,11 +5,12 @@ It runs as in a run: in a process of its own that is killed when it takes too lo
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from rltrain.config.data import BUILT_IN_REWARDS, RewardConfig
 from rltrain.data.problem import Problem, shorten
-from rltrain.environments.pool import RewardPool, RewardResult, Sample
+from rltrain.environments.pool import RewardResult, Sample, dry_run
 
 _log = logging.getLogger(__name__)
 
@@ -24,9 +25,9 @@ class Trial:
     answer: str | None
     """The answer as a response; None where it is no text or number, or there is none."""
     right: RewardResult | None
-    """None: there is no such response, or it failed for an earlier problem."""
-    other: str
-    wrong: RewardResult | None
+    """None: there is no such response."""
+    other: str = NO_ANSWER
+    wrong: RewardResult | None = None
 
 
 def try_rewards(config: RewardConfig, problems: Sequence[Problem], number: int) -> list[Trial]:
@@ -37,22 +38,20 @@ def try_rewards(config: RewardConfig, problems: Sequence[Problem], number: int) 
     """
     chosen = list(problems[:number])
     answers = [_as_response(problem.answer) for problem in chosen]
-    # One that fails is counted in a run, and shown here.
-    patient = config.model_copy(update={"num_workers": 1, "max_failed_fraction": 1.0})
-    with RewardPool(patient) as pool:
-        given = [(p, a) for p, a in zip(chosen, answers, strict=True) if a is not None]
-        rights = dict(zip((id(p) for p, _ in given), _score(pool, given), strict=True))
-        trials = []
-        for problem, answer in zip(chosen, answers, strict=True):
-            right = rights.get(id(problem))
-            failed = right is not None and right.status != "ok"
-            others = [] if failed else [NO_ANSWER, *_another(problems, answer)]
-            scored = _score(pool, [(problem, other) for other in others])
-            lowest = min(
-                zip(scored, others, strict=True), key=lambda found: _low(found[0]), default=None
-            )
-            result, other = lowest or (None, NO_ANSWER)
-            trials.append(Trial(problem, answer, right, other, result))
+    given = {n: answer for n, answer in enumerate(answers) if answer is not None}
+    first = dry_run(config, [_sample(chosen[n], answer) for n, answer in given.items()])
+    rights = dict(zip(given, first, strict=True))
+    trials = [
+        Trial(p, a, rights.get(n)) for n, (p, a) in enumerate(zip(chosen, answers, strict=True))
+    ]
+    if any(right.status != "ok" for right in rights.values()):
+        return trials
+    others = [(NO_ANSWER, _another(problems, answer)) for answer in answers]
+    pairs = [(p, other) for p, pair in zip(chosen, others, strict=True) for other in pair]
+    scored = iter(zip(pairs, dry_run(config, [_sample(*pair) for pair in pairs]), strict=True))
+    for n, trial in enumerate(trials):
+        (_, other), wrong = min(islice(scored, 2), key=lambda found: _low(found[1]))
+        trials[n] = replace(trial, other=other, wrong=wrong)
     return trials
 
 
@@ -95,17 +94,17 @@ def _as_response(answer: object) -> str | None:
     return str(answer) if number else None
 
 
-def _another(problems: Sequence[Problem], answer: str | None) -> list[str]:
+def _another(problems: Sequence[Problem], answer: str | None) -> str:
     """The answer to another problem, which has the form of a right one."""
     others = (_as_response(problem.answer) for problem in problems)
-    return [next((o for o in others if o is not None and o != answer), NO_ANSWER)]
+    return next((other for other in others if other is not None and other != answer), NO_ANSWER)
 
 
 def _low(result: RewardResult) -> float:
     return float("inf") if result.value is None else result.value
 
 
-def _score(pool: RewardPool, pairs: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
-    return pool.score(
-        [Sample(text, p.answer, p.prompt, dict(p.columns), p.id) for p, text in pairs]
+def _sample(problem: Problem, response: str) -> Sample:
+    return Sample(
+        response, response, problem.answer, problem.prompt, dict(problem.columns), problem.id
     )
