@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from rltrain.config.policy import ParallelConfig
 from rltrain.controller.machine import count_gpus
 from rltrain.policy.layout_case import LAYOUTS, Case, whole_product
 from rltrain.policy.layout_models import MODELS
@@ -99,11 +98,11 @@ def run(
         # Transformer Engine multiplies fp32 in TF32, whose rounding alone is 1e-3; not so here.
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes longer than these models run
-    yardsticks = {_model_of(c): alone_in_bf16(c) for c in cases if c.params == "bf16"}
+    yardsticks = {c.alone.name: alone_in_bf16(c) for c in cases if c.params == "bf16"}
     rows: dict[str, Row] = {}
     every = {case.name: case for case in [*yardsticks.values(), *cases]}
     in_order = sorted(every.values(), key=lambda case: case.parallel.world_size)
-    references = list({_model_of(c): c for c in cases}.values())
+    references = list({c.alone.name: c for c in cases}.values())
     run_ranks(run_reference, 1, folder, references, device, device=device, timeout_s=600)
     for size, group in groupby(in_order, key=lambda case: case.parallel.world_size):
         left = list(group)
@@ -113,7 +112,7 @@ def run(
             while left and (file := result_file(folder, left[0])).exists():
                 case, row = left.pop(0), read_row(file)
                 rows[case.name] = row
-                yardstick = yardsticks.get(_model_of(case), case)
+                yardstick = yardsticks.get(case.alone.name, case)
                 report(judged(case, row, rows.get(yardstick.name)))
                 news = True
             return news
@@ -135,13 +134,9 @@ def run(
                     report(Result(left.pop(0), None, str(error)))
 
 
-def _model_of(case: Case) -> tuple[str, int, tuple[int, ...]]:
-    return case.model, case.num_layers, case.dense_layers
-
-
 def alone_in_bf16(case: Case) -> Case:
     """What the row's error in bf16 is measured by: that of one rank."""
-    return Case(ParallelConfig(), *_model_of(case), params="bf16")
+    return replace(case.alone, params="bf16")
 
 
 def on_gpus(case: Case) -> Case:

@@ -26,6 +26,14 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `PolicyConfig`: recomputation, dispatcher."""
     params: Literal["fp32", "bf16"] = "fp32"
+    seq_lens: tuple[int, ...] = SEQ_LENS
+    """Of the batch. Where they are fewer than the data-parallel ranks, some have none."""
+
+    @property
+    def alone(self) -> "Case":
+        """What one rank computes the same as, in fp32: the reference."""
+        one = ParallelConfig()
+        return Case(one, self.model, self.num_layers, self.dense_layers, seq_lens=self.seq_lens)
 
     @property
     def arch(self) -> Architecture:
@@ -64,6 +72,8 @@ class Case:
             model += ", torch"
         if self.dense_layers:
             model += f", dense {','.join(map(str, self.dense_layers))}"
+        if self.seq_lens != SEQ_LENS:
+            model += f", {len(self.seq_lens)} seq"
         return {
             "model": model,
             "layers": f"{self.num_layers}",
@@ -121,19 +131,23 @@ LAYOUTS: tuple[Case, ...] = (
     _case(BLOCK, cp=2, pp=2),
     _case(FULL, cp=2, tp=2, pp=2),
     _case(dp=2, tp=2, ep=2),
+    _case(dp=2, cp=2),
+    _case(FULL, dp=2, cp=2, ep=4),
+    replace(_case(dp=4, ep=4), seq_lens=(17, 30, 5)),
+    replace(_case(FULL, dp=2, pp=2, ep=2), seq_lens=(30,)),
 )
 """Each layout once. Together they have every kind of recomputation and both dispatchers."""
 
 
 def whole_product(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
     """Every layout with every model, recomputation and dispatcher that it allows."""
-    layouts = {(c.parallel, c.num_layers, c.dense_layers) for c in LAYOUTS}
+    layouts = {(c.parallel, c.num_layers, c.dense_layers, c.seq_lens) for c in LAYOUTS}
     in_order = sorted(layouts, key=lambda c: (c[0].world_size, repr(c)))
     found = []
-    for model, (parallel, num_layers, dense), recompute in product(
+    for model, (parallel, num_layers, dense, seq_lens), recompute in product(
         models, in_order, (NONE, FULL, MOE, BLOCK)
     ):
-        case = Case(parallel, model, num_layers, dense, recompute)
+        case = Case(parallel, model, num_layers, dense, recompute, seq_lens=seq_lens)
         if case.arch.linear_bias and (parallel.etp > 1 or dense):
             continue  # expert-tensor ranks would all add the biases; no such model has dense layers
         found.append(case)

@@ -23,9 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.batch import Batch
-from rltrain.config.policy import ParallelConfig
 from rltrain.data.packing import plan_step
-from rltrain.policy.layout_case import MAX_TOKENS, SEQ_LENS, Case
+from rltrain.policy.layout_case import MAX_TOKENS, Case
 from rltrain.policy.layout_row import NATIVE, PERTURBED, RECORDED, Row, result_file
 from rltrain.policy.mesh import Mesh, destroy_mesh, init_mesh
 from rltrain.policy.micro_batch import MicroBatch, cut
@@ -45,10 +44,9 @@ def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> No
     """On one rank: what every model of ``cases`` computes, one file each."""
     own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     for case in cases:
-        alone = Case(ParallelConfig(), case.model, case.num_layers, case.dense_layers)
         init = rendezvous(folder, f"reference of {case.name}")
-        with _model(alone, rank, init, own, weights=_dtype(case, own)) as model:
-            save_file(_reference(model, own), _reference_file(folder, case))
+        with _model(case.alone, rank, init, own, weights=_dtype(case, own)) as model:
+            save_file(_reference(case, model, own), _reference_file(folder, case))
 
 
 def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
@@ -63,9 +61,8 @@ def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
             os.replace(file.with_suffix(".partial"), file)
 
 
-def _reference(model: ModelOnMesh, device: torch.device) -> dict[str, Tensor]:
-    arch = model.arch
-    batch = _batch(arch)
+def _reference(case: Case, model: ModelOnMesh, device: torch.device) -> dict[str, Tensor]:
+    arch, batch = model.arch, _batch(case)
     plan = [[i] for i in range(batch.num_sequences)]
     native = observe(model, batch, _cut(model.mesh, batch, plan, device), replay=False)
     cuts = _cut(model.mesh, batch, plan, device)
@@ -104,10 +101,10 @@ def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor,
 
 def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) -> Row:
     started = time.monotonic()
-    mesh, batch = model.mesh, _batch(case.arch)
+    mesh, batch = model.mesh, _batch(case)
     reference = load_file(_reference_file(folder, case))
     multiple_of = case.parallel.micro_batch_multiple
-    plan = plan_step(list(SEQ_LENS), 1, mesh.dp_size, MAX_TOKENS, multiple_of)
+    plan = plan_step(list(case.seq_lens), 1, mesh.dp_size, MAX_TOKENS, multiple_of)
     rows = plan.shards[mesh.dp_rank]
     shard, index = batch.select(rows), batch.token_index(rows)
     own = [case.arch.moe_layers.index(layer) for layer in model.route_layers]
@@ -173,13 +170,13 @@ def _model(
         destroy_mesh()
 
 
-def _batch(arch: Architecture) -> Batch:
+def _batch(case: Case) -> Batch:
     """Random tokens; every prediction counts, with a weight of either sign."""
     generator = torch.Generator().manual_seed(0)
-    n = sum(SEQ_LENS)
+    n = sum(case.seq_lens)
     return Batch(
-        tokens=torch.randint(arch.vocab_size, (n,), generator=generator),
-        seq_lens=torch.tensor(SEQ_LENS),
+        tokens=torch.randint(case.arch.vocab_size, (n,), generator=generator),
+        seq_lens=torch.tensor(case.seq_lens),
         response_mask=torch.ones(n, dtype=torch.bool),
         loss_weights=torch.randn(n, generator=generator) / n,
     )
@@ -205,7 +202,10 @@ def _dtype(case: Case, device: torch.device) -> torch.dtype:
 
 
 def rms_error(found: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
-    """Root mean square of the error over that of ``scale``, by default of what is expected."""
+    """Root mean square of the error over that of ``scale``, by default of what is expected; 0 of
+    nothing, as of a rank without sequences."""
+    if not found.numel():
+        return 0.0
     off = (found.double() - expected.double()).square().mean().sqrt()
     size = (expected if scale is None else scale).double().square().mean().sqrt()
     return float(off / size) if size else float(off)
@@ -243,5 +243,4 @@ def _over_ranks(value: float, device: torch.device) -> float:
 
 
 def _reference_file(folder: Path, case: Case) -> Path:
-    dense = "-".join(map(str, case.dense_layers))
-    return folder / f"{case.model}.{case.num_layers}.{dense}.safetensors"
+    return folder / f"{case.alone.name}.safetensors"

@@ -151,11 +151,12 @@ def test_r2_repeats_its_own_scoring_pass(results: dict[str, dict[str, Tensor]]) 
     assert relative_error(r2["loss"], native["loss"]) < 1e-6
 
 
+@pytest.mark.parametrize("case", [ONE["rollout"]])
 def test_perturbed_routes_move_the_logprobs_after_them_only(
-    results: dict[str, dict[str, Tensor]],
+    results: dict[str, dict[str, Tensor]], case: str
 ) -> None:
     """One row of one layer changes: log-probabilities of later tokens of that sample follow."""
-    found = results[ONE["rollout"]]
+    found = results[case]
     moved = (found["scored"] - found["scored with row 10 rerouted"]).abs() > 1e-6
     assert not moved[:11].any(), "row 10 yields the log-probability of token 11, none before"
     assert moved[11], "the token that row 10 predicts"

@@ -12,6 +12,7 @@ from rltrain.policy.layout_case import FULL, LAYOUTS, MOE, Case, whole_product
 from rltrain.policy.layout_row import Row
 
 SHORT = [
+    Case(ParallelConfig(dp=2, cp=2, ep=4), seq_lens=(17,), options=FULL),
     Case(ParallelConfig(pp=2, vpp=2), "deepseek mtp", options=FULL),
     Case(ParallelConfig(tp=2, cp=2, pp=2), options=MOE),
     Case(ParallelConfig(tp=2, cp=2, ep=2), "gpt-oss", options=MOE),
@@ -97,11 +98,16 @@ def test_a_layout_in_bf16_is_as_near_to_fp32_as_one_rank(tmp_path: Path) -> None
 def test_the_tables_hold_what_they_promise() -> None:
     names = [case.name for case in LAYOUTS]
     assert len(set(names)) == len(names)
-    layouts = {(case.parallel, case.num_layers, case.dense_layers) for case in LAYOUTS}
+    layouts = {(c.parallel, c.num_layers, c.dense_layers, c.seq_lens) for c in LAYOUTS}
+    assert {(2, 2, 1), (2, 2, 4)} <= {
+        (c.parallel.dp, c.parallel.cp, c.parallel.ep) for c in LAYOUTS
+    }
+    idle = [c for c in LAYOUTS if c.parallel.dp > len(c.seq_lens)]
+    assert {c.parallel.pp for c in idle} == {1, 2}, "with a rank without sequences"
     full = whole_product(["qwen3", "deepseek mla"])
     for model in ("qwen3", "deepseek mla"):
         found = [case for case in full if case.model == model]
-        assert {(c.parallel, c.num_layers, c.dense_layers) for c in found} == layouts
+        assert {(c.parallel, c.num_layers, c.dense_layers, c.seq_lens) for c in found} == layouts
         kinds = {(c.policy.recompute, c.policy.dispatcher) for c in found}
         assert kinds >= {("none", "alltoall"), ("full", "alltoall"), ("none", "allgather")}
 

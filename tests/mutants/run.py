@@ -83,18 +83,18 @@ def every() -> list[Mutant]:
     ]
 
 
-def plant(mutant: Mutant) -> Outcome:
-    """Run the fault's tests in a copy of the tree that has it."""
+def plant(mutant: Mutant, healthy: Path) -> Outcome:
+    """Run the fault's tests in a copy of the tree ``healthy`` that has it."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rltrain-mutant-") as folder:
-        tree = copy_tree(Path(folder))
+        tree = Path(shutil.copytree(healthy, folder, dirs_exist_ok=True))
         file = tree / mutant.file
         file.write_text(mutant.mutated(file.read_text()))
         code, output = run_tests(tree, ["-x", *mutant.tests])
     return Outcome(mutant, _verdict(code, output), time.monotonic() - started)
 
 
-def copy_tree(folder: Path) -> Path:
+def copy_tree(folder: Path) -> None:
     """What git tracks and what it does not ignore, without compiled files."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -102,7 +102,6 @@ def copy_tree(folder: Path) -> Path:
         if (source := ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
-    return folder
 
 
 def run_tests(tree: Path, arguments: Sequence[str]) -> tuple[int, str]:
@@ -136,14 +135,19 @@ def main() -> int:
     chosen = [m for m in every() if options.only in " ".join((m.why, m.file, *m.tests))]
     tests = sorted({test for mutant in chosen for test in mutant.tests})
     print(f"{len(chosen)} faults; first their {len(tests)} tests without any", flush=True)
-    with tempfile.TemporaryDirectory(prefix="rltrain-mutant-") as folder:
-        code, output = run_tests(copy_tree(Path(folder)), tests)
-    if code or re.search(r"\d+ skipped", output):
-        print(f"{output}\nthese tests have to pass, and none be skipped, before faults are planted")
-        return 1
     verdicts = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(plant, chosen):
+    with (
+        tempfile.TemporaryDirectory(prefix="rltrain-healthy-") as folder,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        # One copy for all, so that who edits the tree meanwhile changes nothing.
+        healthy = Path(folder)
+        copy_tree(healthy)
+        code, output = run_tests(healthy, tests)
+        if code or re.search(r"\d+ skipped", output):
+            print(f"{output}\nbefore faults are planted these tests have to pass, none skipped")
+            return 1
+        for found in pool.map(lambda mutant: plant(mutant, healthy), chosen):
             verdicts.append(found.verdict)
             where = f"{found.mutant.file}: {found.mutant.why}"
             names = " ".join(test.partition("::")[2] for test in found.mutant.tests)

@@ -44,6 +44,28 @@ def test_fields_that_disagree_are_refused() -> None:
         two_sequences().with_fields(seq_lens=torch.tensor([3, 3]))
 
 
+def test_select_takes_routes_and_groups_with_their_sequences() -> None:
+    refs = route_ref(rows=3), route_ref(rows=2)
+    batch = two_sequences().with_fields(
+        rollout_expert_indices=refs, group_ids=torch.tensor([4, 7]), rewards=torch.zeros(2)
+    )
+    swapped = batch.select([1, 0, 1])
+    assert swapped.rollout_expert_indices == (refs[1], refs[0], refs[1])
+    assert swapped.require("group_ids")[0].tolist() == [7, 4, 7]
+    assert swapped.token_index([2, 0]).tolist() == [7, 8, 9, 0, 1, 2]
+
+
+def test_joined_batches_keep_their_groups_apart() -> None:
+    refs = route_ref(rows=3), route_ref(rows=2)
+    one = two_sequences().with_fields(group_ids=torch.tensor([0, 1]), rollout_expert_indices=refs)
+    empty, other = one.select([]), one.select([1, 1])
+    joined = Batch.join([one, empty, other.with_fields(group_ids=torch.tensor([0, 0])), one])
+    assert joined.require("group_ids")[0].tolist() == [0, 1, 2, 2, 3, 4]
+    assert joined.seq_lens.tolist() == [4, 3, 3, 3, 4, 3]
+    assert joined.tokens.tolist()[4:13] == [13, 23, 24] * 3
+    assert joined.rollout_expert_indices == (*refs, refs[1], refs[1], *refs)
+
+
 def route_ref(**fields: Any) -> RouteRef:
     defaults: dict[str, Any] = {
         "start_row": 0,

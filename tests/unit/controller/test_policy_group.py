@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.policy_group import PolicyGroup, merge_stages
+from rltrain.controller.worker_group import _add
 from rltrain.data.packing import plan_step
 from rltrain.parallel.tokens import TokenGrid, layout_tokens, padded_lengths
-from rltrain.policy.types import NO_FLIP, Agreement, StageScored
+from rltrain.policy.types import NO_FLIP, Agreement, StageScored, Updated
 
 LOGPROBS = torch.tensor([0.0, -1.0, -2.0])
 FIRST = Agreement(
@@ -79,6 +80,39 @@ def test_without_a_measurement_there_are_log_probabilities_alone() -> None:
 def test_one_stage_alone_has_the_log_probabilities(logprobs: Any) -> None:
     with pytest.raises(ValueError, match="unpack"):
         merge_stages([StageScored(found, None) for found in logprobs])
+
+
+# Shards
+
+
+def test_what_shards_yield_is_put_back_in_the_order_of_the_batch() -> None:
+    group = group_of([3, 5, 9, 2], 16, dp=2)
+    assert group._plan.shards == [[2], [0, 1, 3]]
+    found = group._unshard([torch.arange(8, 17), torch.tensor([*range(8), 17, 18])])
+    assert torch.equal(found, torch.arange(19))
+
+
+def test_who_speaks_for_a_shard_is_found_by_its_data_parallel_rank() -> None:
+    group = group_of([3, 5], 16, dp=2)
+    group._dp_ranks = [1, 0, 1, 0]
+    assert group._by_dp_rank(["a", None, "b", "c"]) == [["c"], ["a", "b"]]
+
+
+def test_sums_of_ranks_are_added_and_the_largest_kept() -> None:
+    one = Updated(totals={"loss": 1.0}, maxima={"ratio_max": 2.0}, grad_norm=3.0, lr=0.1)
+    other = replace(one, totals={"loss": 4.0}, maxima={"ratio_max": 5.0})
+    assert _add([one, other]) == replace(other, totals={"loss": 5.0})
+
+
+def test_agreements_of_shards_are_added_layer_by_layer() -> None:
+    group = group_of([3, 3], 16, dp=2)
+    merged = group._merge([replace(FIRST, load={0: torch.tensor([1, 2])})] * 2)
+    assert merged.num_rows == 4 and merged.shared == {0: 6, 1: 8}
+    assert merged.gate_mass == {0: 3.0, 1: 4.0}
+    assert merged.part_rows == (2, 0, 2, 0) and merged.part_shared == (6, 0, 8, 0)
+    assert merged.load[0].tolist() == [2, 4]
+    assert merged.flipped.tolist() == [False, True, False] * 2
+    assert merged.first_flip.tolist() == [NO_FLIP, 0, NO_FLIP] * 2
 
 
 # Padding

@@ -52,6 +52,27 @@ def test_the_reward_lies_on_the_last_response_token() -> None:
     assert rewards.tolist() == [0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 3, 0, 4]
 
 
+def test_shuffled_rewards_are_others_rewards_the_same_in_every_run() -> None:
+    """A control that gave each response its own reward would learn."""
+    rewards = [float(i) for i in range(64)]
+    lens = torch.ones(64, dtype=torch.int64)
+    response = torch.ones(64, dtype=torch.bool)
+    batch = Batch(tokens=torch.arange(64), seq_lens=lens, response_mask=response)
+
+    def shuffled(given: list[float | None], seed: int) -> Batch:
+        return with_rewards(batch, given, shuffle_seed=seed)
+
+    (found,) = shuffled([*rewards], 1).require("rewards")
+    assert sorted(found.tolist()) == rewards
+    assert (found == torch.tensor(rewards)).sum() < 8
+    assert torch.equal(found, shuffled([*rewards], 1).require("rewards")[0])
+    assert not torch.equal(found, shuffled([*rewards], 2).require("rewards")[0])
+    # Who gets the reward that failed leaves the loss, and not whose reward it was.
+    failed, mask = shuffled([None, *rewards[1:]], 1).require("rewards", "loss_mask")
+    assert torch.equal(failed.isnan(), ~mask) and failed.isnan().sum() == 1
+    assert found[failed.isnan()] == 0
+
+
 def test_the_kl_is_taken_from_every_response_token() -> None:
     batch = sampled([1.0, 2.0, 3.0, 4.0])
     (old,) = batch.require("old_logprobs")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.data.packing import mini_batch_sizes, pack, plan_step
+from rltrain.data.packing import balance, mini_batch_sizes, pack, plan_step
 
 steps = st.tuples(
     st.sampled_from([1, 2, 4]),
@@ -62,3 +62,7 @@ def test_what_does_not_divide_is_spread_over_the_first_mini_batches() -> None:
     plan = plan_step([1, 1, 1, 1, 1], 3, 1, 10)
     assert plan.updates == [[[[0, 1]]], [[[2, 3]]], [[[4]]]]
     assert mini_batch_sizes(2, 3) == [1, 1, 0]
+
+
+def test_ranks_get_tokens_alike_and_not_sequences() -> None:
+    assert balance([9, 1, 1, 1, 8, 4], 2) == [[0, 1, 2, 3], [4, 5]]

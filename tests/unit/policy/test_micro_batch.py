@@ -79,3 +79,37 @@ def test_cutting_copies_no_routes() -> None:
     for mb in cut(whole, [[0], [1, 2], [3]], TokenGrid(), torch.device("cpu")):
         assert mb.batch.rollout_expert_indices is None and mb.batch.replay_expert_indices is None
         assert mb.shard.replay_expert_indices is whole.replay_expert_indices
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_slots_read_and_predict_their_own_tokens(grid: TokenGrid) -> None:
+    """Ids are places in the shard; fields come at the slot that predicts their token."""
+    [mb] = cut(shard(), [[2, 0]], grid, torch.device("cpu"))
+    start = {0: 0, 2: LENGTHS[0] + LENGTHS[1]}
+    ends = {start[i] + LENGTHS[i] - 1 for i in (0, 2)}
+    for slot, (read, predicted) in enumerate(
+        zip(mb.layout.tokens.tolist(), mb.layout.targets.tolist(), strict=True)
+    ):
+        if read != PAD:
+            token = int(mb.input_ids[0, slot])
+            assert token == int(mb.token_index[read])
+            assert (predicted == PAD) == (token in ends)
+            if predicted != PAD:
+                assert int(mb.target_ids[slot]) == token + 1
+    fields = 100 + mb.batch.tokens
+    predicting = mb.layout.targets != PAD
+    assert torch.equal(mb.at_targets(fields)[predicting], 100 + mb.target_ids[predicting])
+    assert not mb.at_targets(fields)[~predicting].any()
+
+
+def test_what_slots_yield_is_put_where_the_shard_has_their_tokens() -> None:
+    """Of two context-parallel ranks together every token of the micro-batch, and no other."""
+    found = torch.full((sum(LENGTHS),), -1)
+    for rank in range(2):
+        grid = TokenGrid(cp_size=2, cp_rank=rank)
+        _, mb = cut(shard(), [[3], [2, 0]], grid, torch.device("cpu"))
+        mb.scatter(mb.input_ids[0], mb.layout.tokens, found)
+    first, third = torch.arange(5), torch.arange(8, 15)
+    expected = torch.full_like(found, -1)
+    expected[first], expected[third] = first, third
+    assert torch.equal(found, expected)
