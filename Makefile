@@ -47,7 +47,7 @@ test: setup
 
 # Some minutes: every fault of tests/mutants is planted in a copy, and its test has to fail.
 mutants: setup
-	$(BIN)/python -m tests.mutants.run --jobs 2
+	$(BIN)/python -m tests.mutants.run
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Plants faults into copies of this tree, one at a time, and sees the named test of each fail.
 
-    python -m tests.mutants.run [--only TEXT] [--jobs N]      # or: make mutants
+    python -m tests.mutants.run [--only TEXT]      # or: make mutants
 
 A fault is a table in a ``tests/mutants/*.toml``:
 
@@ -20,22 +20,27 @@ does not find, a TypeError, and a test that hangs do not count.
 """
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 1500
+TIMEOUT_S = 1500.0
+PRELOADED = ("pytest", "hypothesis", "torch", "transformers", "ray", "megatron.core.optimizer")
+"""What takes most of the time of a small test. Nothing of this repository."""
 CRASHES = r"(?:Syntax|Import|ModuleNotFound|Name|Attribute|Type)Error\b"
 HANGS = r"Failed: Timeout|'rank \d+': None"
 BROKEN = re.compile(rf"^(?:E|ERROR) .*?({CRASHES}|{HANGS})", re.MULTILINE)
@@ -87,7 +92,7 @@ def plant(mutant: Mutant, healthy: Path) -> Outcome:
     """Run the fault's tests in a copy of the tree ``healthy`` that has it."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rltrain-mutant-") as folder:
-        tree = Path(shutil.copytree(healthy, folder, dirs_exist_ok=True))
+        tree = Path(shutil.copytree(healthy, Path(folder).resolve(), dirs_exist_ok=True))
         file = tree / mutant.file
         file.write_text(mutant.mutated(file.read_text()))
         code, output = run_tests(tree, ["-x", *mutant.tests])
@@ -104,25 +109,45 @@ def copy_tree(folder: Path) -> None:
             shutil.copyfile(source, folder / name)
 
 
-def run_tests(tree: Path, arguments: Sequence[str]) -> tuple[int, str]:
-    """Pytest in ``tree``: its exit code, and what it printed."""
+def run_tests(tree: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+    """Pytest in ``tree``: its exit code, None if it hangs, and what it printed."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        # Forked, so that what is preloaded is there.
+        context = multiprocessing.get_context("fork")
+        pytest = context.Process(target=_pytest, args=(tree, arguments, output.fileno()))
+        pytest.start()
+        pytest.join(TIMEOUT_S)
+        if (code := pytest.exitcode) is None:
+            assert pytest.pid is not None
+            os.killpg(pytest.pid, signal.SIGKILL)
+            pytest.join()
+        output.seek(0)
+        return code, output.read()
+
+
+def _pytest(tree: Path, arguments: Sequence[str], output: int) -> NoReturn:
+    """In a process that has imported nothing of this repository but this file."""
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
     # A compiled file is trusted by the second it was written in: a fault could be missed.
-    env: dict[str, Any] = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return -1, f"Timeout: not done in {TIMEOUT_S} s"
-    return done.returncode, done.stdout + done.stderr
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    rltrain = importlib.import_module("rltrain")
+    assert Path(str(rltrain.__file__)).is_relative_to(tree), rltrain.__file__
+    pytest = importlib.import_module("pytest")
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
 
 
-def _verdict(code: int, output: str) -> str:
+def _verdict(code: int | None, output: str) -> str:
     if code == 0:
         return "SURVIVED"
     if code != 1:
-        return f"BROKEN (pytest ended with {code})"
+        return "BROKEN (hangs)" if code is None else f"BROKEN (pytest ended with {code})"
     found = BROKEN.search(output)
     return f"BROKEN ({found[1]})" if found else "caught"
 
@@ -130,28 +155,29 @@ def _verdict(code: int, output: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run")
     parser.add_argument("--only", default="", help="faults that have TEXT in file, why or test")
-    parser.add_argument("--jobs", type=int, default=1, help="faults planted at the same time")
     options = parser.parse_args()
     chosen = [m for m in every() if options.only in " ".join((m.why, m.file, *m.tests))]
     tests = sorted({test for mutant in chosen for test in mutant.tests})
     print(f"{len(chosen)} faults; first their {len(tests)} tests without any", flush=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # as tests/conftest.py does
+    with warnings.catch_warnings(action="ignore"):
+        for name in PRELOADED:
+            importlib.import_module(name)
     verdicts = []
-    with (
-        tempfile.TemporaryDirectory(prefix="rltrain-healthy-") as folder,
-        ThreadPoolExecutor(options.jobs) as pool,
-    ):
+    with tempfile.TemporaryDirectory(prefix="rltrain-healthy-") as folder:
         # One copy for all, so that who edits the tree meanwhile changes nothing.
-        healthy = Path(folder)
+        healthy = Path(folder).resolve()
         copy_tree(healthy)
         code, output = run_tests(healthy, tests)
         if code or re.search(r"\d+ skipped", output):
             print(f"{output}\nbefore faults are planted these tests have to pass, none skipped")
             return 1
-        for found in pool.map(lambda mutant: plant(mutant, healthy), chosen):
+        for mutant in chosen:
+            found = plant(mutant, healthy)
             verdicts.append(found.verdict)
-            where = f"{found.mutant.file}: {found.mutant.why}"
-            names = " ".join(test.partition("::")[2] for test in found.mutant.tests)
-            print(f"{found.verdict:8}  {found.seconds:4.0f} s  {where}  <- {names}", flush=True)
+            names = " ".join(test.partition("::")[2] for test in mutant.tests)
+            text = f"{found.seconds:4.0f} s  {mutant.file}: {mutant.why}  <- {names}"
+            print(f"{found.verdict:8}  {text}", flush=True)
     caught = verdicts.count("caught")
     print(f"{len(chosen)} faults planted, {caught} caught, {len(chosen) - caught} not")
     return int(caught < len(chosen))
