@@ -144,6 +144,24 @@ class Batch:
         """Where each sequence starts, and N at the end.  # [B + 1]"""
         return torch.cat([self.seq_lens.new_zeros(1), self.seq_lens.cumsum(0)])
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """ValueError for the first token that has no row of an embedding of ``vocab_size`` rows.
+
+        Without the check one rank would raise an IndexError, and tensor-parallel ranks would take
+        the token for a padding row.
+        """
+        if not len(self.tokens):
+            return
+        lowest, highest = self.tokens.aminmax()
+        if lowest < 0 or highest >= vocab_size:
+            at = int(((self.tokens < 0) | (self.tokens >= vocab_size)).nonzero()[0])
+            sequence = int(torch.searchsorted(self.offsets, at, right=True)) - 1
+            raise ValueError(
+                f"sequence {sequence}, token {at - int(self.offsets[sequence])}: expected ids from "
+                f"0 to {vocab_size - 1}, the rows of the model's embedding, found "
+                f"{int(self.tokens[at])}: the tokenizer is not the model's"
+            )
+
     def token_index(self, rows: Sequence[int]) -> Tensor:
         """Where the tokens of the given sequences lie, in their order.  # [n]"""
         spans = [torch.arange(span.start, span.stop) for span in self._spans(rows)]

@@ -58,6 +58,13 @@ def plan(arguments: Arguments) -> int:
     return run(arguments)
 
 
+def data(arguments: Arguments) -> int:
+    """Show the data of +recipe=NAME [name=value ...] as the model sees them; nothing starts."""
+    from rltrain.cli.data import data as run
+
+    return run(arguments)
+
+
 def verify(arguments: Arguments) -> int:
     """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
     _ignore_import_warnings()
@@ -100,6 +107,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "import": import_,
     "export": export,
     "keys": list_keys,
+    "data": data,
     "plan": plan,
     "verify": verify,
     "routes": routes,

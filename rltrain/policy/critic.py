@@ -57,6 +57,7 @@ class CriticWorker(Learner):
     def begin_step(self, shard: Batch) -> None:
         """Take this rank's sequences of the step, without their routes."""
         assert shard.rollout_expert_indices is None, "the critic never replays"
+        shard.check_tokens(self.arch.vocab_size)
         self.shard = shard
 
     def values(self, plan: Plan) -> Tensor | None:

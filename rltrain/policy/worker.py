@@ -78,7 +78,8 @@ class PolicyWorker(Learner):
     # One step's sequences
 
     def begin_step(self, shard: Batch) -> None:
-        """Take this rank's sequences of the step; routes are fetched and checked here."""
+        """Take this rank's sequences of the step; tokens and routes are checked here."""
+        shard.check_tokens(self.arch.vocab_size)
         self.recorded_routes = self._sent_routes = None
         routes = shard.rollout_expert_indices
         self._refs = routes if isinstance(routes, tuple) else ()

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from rltrain.data.tokenizer_checks import check_ids
 from rltrain.rollout.types import Request, SamplingParams
 
 
@@ -16,6 +17,12 @@ def check_length(request: Request, sampling: SamplingParams, max_model_len: int)
             f"which leaves room for {sampling.max_tokens} more, found "
             f"{len(request.prompt_tokens)}: raise data.max_prompt_tokens"
         )
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    """ValueError when a token of the prompt has no row of the model's embedding: vLLM would take
+    one that only pads it."""
+    check_ids(request.prompt_tokens, vocab_size, str(request))
 
 
 def vllm_params(

@@ -17,12 +17,13 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from rltrain.batch import RouteRef
-from rltrain.rollout.completion import check_length, sampled_logprobs, vllm_params
+from rltrain.rollout.completion import check_length, check_tokens, sampled_logprobs, vllm_params
 from rltrain.rollout.launch import (
     EngineSpec,
     check_version,
     engine_args,
     environment,
+    folder_config,
     scheduler_args,
     stop_token_ids,
 )
@@ -84,6 +85,7 @@ class RolloutEngine:
         self._overrides = chosen["hf_overrides"]
         args = AsyncEngineArgs(**chosen, **receiver.engine_args())
         self._stop_token_ids = stop_token_ids(self._spec.model_path)
+        self._vocab_size = int(folder_config(self._spec.model_path)["vocab_size"])
         # By this vLLM chooses how much a GPU runs at once: 128 requests, or a batch's 1,024.
         offline = self._spec.device == "cuda"
         context = UsageContext.LLM_CLASS if offline else UsageContext.ENGINE_CONTEXT
@@ -171,12 +173,14 @@ class RolloutEngine:
             call: what ``abort`` knows it by, unlike any other
 
         Raises:
-            ValueError: naming the sample, when it is too long, a log-probability is not finite or,
-                unless malformed rows may fall back, its routes are malformed.
+            ValueError: naming the sample, when it is too long, a token has no row of the embedding,
+                a log-probability is not finite or, unless malformed rows may fall back, its routes
+                are malformed.
             RuntimeError: when vLLM gave a request up.
         """
         for request in requests:
             check_length(request, sampling, self._spec.max_model_len)
+            check_tokens(request, self._vocab_size)
         if self._syncing:
             raise RuntimeError("generate was called between start and finish of a weight sync")
         call = call or uuid.uuid4().hex

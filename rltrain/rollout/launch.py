@@ -206,9 +206,9 @@ def stop_token_ids(model_path: str) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         if (ids := folder_config(model_path, name).get("eos_token_id")) is not None:
             found = [ids] if isinstance(ids, int) else sorted(ids)
-            if vocab_size is not None and max(found) >= vocab_size:
+            if vocab_size is not None and any(not 0 <= i < vocab_size for i in found):
                 raise ValueError(
-                    f"{Path(model_path) / name}: eos_token_id={ids}: expected ids below "
+                    f"{Path(model_path) / name}: eos_token_id={ids}: expected ids from 0, below "
                     f"vocab_size={vocab_size} of config.json; write those of the tokenizer there"
                 )
             return found

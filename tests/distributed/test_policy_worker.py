@@ -192,6 +192,9 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
         alone = [len(pack([[LENGTHS[i] for i in rows]], BUDGET)[0]) for rows in plan.shards]
         assert len(set(alone)) > 1, f"meant to differ, found {alone}"
     rows = plan.shards[mesh.dp_rank]
+    beyond = batch.with_fields(tokens=torch.where(batch.tokens == batch.tokens[0], VOCAB, 0))
+    with pytest.raises(ValueError, match=rf"expected ids from 0 to {VOCAB - 1}, .* found {VOCAB}"):
+        worker.begin_step(beyond)
     worker.begin_step(batch.select(rows))
     found: dict[str, Tensor] = {}
 

@@ -101,3 +101,17 @@ def test_missing_rows_lie_apart_and_within(missing: tuple[tuple[int, int], ...])
         route_ref(missing=missing)
     route_ref(missing=((0, 1), (3, 6)))
     route_ref(first_row=4, missing=((9, 10),))
+
+
+@pytest.mark.parametrize(("at", "where"), [(0, "0, token 0"), (3, "0, token 3"), (4, "1, token 0")])
+@pytest.mark.parametrize("token", [-1, 25, 2**40])
+def test_a_token_without_a_row_of_the_embedding(at: int, where: str, token: int) -> None:
+    batch = two_sequences()
+    batch.check_tokens(25)
+    batch.tokens[at] = token
+    with pytest.raises(ValueError, match=rf"sequence {where}: .* 0 to 24, .* found {token}: "):
+        batch.check_tokens(25)
+
+
+def test_a_shard_without_sequences_has_no_bad_token() -> None:
+    two_sequences().select([]).check_tokens(1)

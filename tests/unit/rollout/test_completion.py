@@ -8,7 +8,7 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
-from rltrain.rollout.completion import check_length, sampled_logprobs, vllm_params
+from rltrain.rollout.completion import check_length, check_tokens, sampled_logprobs, vllm_params
 from rltrain.rollout.types import Request, SamplingParams
 
 REQUEST = Request((5, 6, 7), seed=11, prompt_id="abc", sample_index=2)
@@ -62,3 +62,11 @@ def test_prompt_and_response_must_fit() -> None:
         check_length(REQUEST, SAMPLING, max_model_len=6)
     with pytest.raises(ValueError, match="found 0"):
         check_length(replace(REQUEST, prompt_tokens=()), SAMPLING, max_model_len=6)
+
+
+@pytest.mark.parametrize("token", [-1, 8, 2**40])
+def test_a_prompt_of_another_tokenizer_is_named(token: int) -> None:
+    check_tokens(REQUEST, vocab_size=8)
+    answer = rf"prompt abc sample 2: token 1 has id {token}, and the model's embedding has 8 rows"
+    with pytest.raises(ValueError, match=answer):
+        check_tokens(replace(REQUEST, prompt_tokens=(7, token, 3)), vocab_size=8)

@@ -1,6 +1,7 @@
 """What an engine is started with."""
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -185,9 +186,12 @@ def test_stop_tokens_come_from_the_folder(
 
 
 def test_a_stop_token_is_in_the_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 8], "vocab_size": 8}))
-    with pytest.raises(ValueError, match=r"config\.json: eos_token_id=\[3, 8\]: .*vocab_size=8"):
-        stop_token_ids(str(tmp_path))
+    for ids in ([3, 8], [-1, 3], -1):
+        config = {"eos_token_id": ids, "vocab_size": 8}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        said = rf"config\.json: eos_token_id={re.escape(str(ids))}: .*vocab_size=8"
+        with pytest.raises(ValueError, match=said):
+            stop_token_ids(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,164 @@
+"""The tables of ``rltrain data``, and tokens coloured by their role where there is a terminal."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rltrain.config import Config
+from rltrain.controller.reward_trial import Trial
+from rltrain.controller.run_data import RunData
+from rltrain.data.problem import Problem, shorten
+from rltrain.data.report import SourceReport
+from rltrain.environments.pool import RewardResult
+
+STYLES = {"prompt": "cyan", "response": "green", "special": "bold magenta"}
+MOST_TOKENS = 400
+"""Of a problem that is shown: the first and the last half of these."""
+MOST_MEASURED = 2000
+"""Answers whose tokens are counted."""
+USES = {
+    "prompt": "the prompt",
+    "answer": "the answer",
+    "tools": "tools, for the chat template",
+    "column": "a reward function gets it",
+}
+
+
+def describe(config: Config, found: RunData, num_shown: int) -> None:
+    """Print what was found, to standard output."""
+    console = Console(highlight=False, soft_wrap=True)
+    for report in found.problems.reports:
+        _print_report(console, report)
+    if not found.problems.train:
+        return
+    for number, problem in enumerate(found.problems.train[:num_shown], start=1):
+        console.print(f"problem {number} of {len(found.problems.train)} to train on")
+        console.print(shown(found.tokenizer, problem))
+    _print_lengths(console, config, found)
+    if found.trials:
+        _print_trials(console, config, found.trials)
+
+
+def _print_report(console: Console, report: SourceReport) -> None:
+    console.print(f"{report.where}: {report.rows} rows, {report.kept} kept", markup=False)
+    if report.repeats:
+        console.print(f"  {report.repeats} repeat the prompt of an earlier one")
+    for reason, dropped in report.dropped.items():
+        console.print(f"  {dropped.count} dropped: {reason}", markup=False)
+        console.print(f"    the first: {plain(dropped.first)}", markup=False)
+    table = _table("column", "its values are", "read as")
+    for column in report.columns:
+        table.add_row(Text(column.name), ", ".join(column.kinds), USES[column.use])
+    if report.columns:
+        console.print(table)
+    console.print()
+
+
+def shown(tokenizer: Any, problem: Problem) -> Text:
+    """The tokens as text, coloured by role; without colours a line says which part begins."""
+    parts = {"prompt": problem.prompt_tokens, "response": problem.target_tokens}
+    special = set(tokenizer.all_special_ids)
+    special |= {i for i, token in _added(tokenizer).items() if token.special}
+    text = Text()
+    for role, tokens in parts.items():
+        if tokens:
+            text.append(f"  {role}, {len(tokens)} tokens\n", "dim")
+            _append(text, tokenizer, tokens, special, role)
+    return text
+
+
+def _append(
+    text: Text, tokenizer: Any, tokens: Sequence[int], special: set[int], role: str
+) -> None:
+    half = MOST_TOKENS // 2
+    pieces = [tokens] if len(tokens) <= MOST_TOKENS else [tokens[:half], tokens[-half:]]
+    for number, piece in enumerate(pieces):
+        if number:
+            text.append(f"\n    ... {len(tokens) - MOST_TOKENS} tokens ...\n", "dim")
+        text.append("    ")
+        for is_special, run in groupby(piece, special.__contains__):
+            decoded = tokenizer.decode(
+                list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            style = STYLES["special" if is_special else role]
+            text.append(plain(decoded).replace("\n", "\n    "), style)
+    text.append("\n")
+
+
+def _added(tokenizer: Any) -> dict[int, Any]:
+    found: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return found
+
+
+def plain(text: str) -> str:
+    """The text with what a terminal would obey, such as an escape sequence, spelt out."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _print_lengths(console: Console, config: Config, found: RunData) -> None:
+    problems = found.problems
+    prompts = [len(p.prompt_tokens) for p in (*problems.train, *problems.held_out)]
+    limits = {
+        "prompt": f"data.max_prompt_tokens={config.data.max_prompt_tokens}",
+        "answer": f"rollout.max_response_tokens={config.rollout.max_response_tokens}",
+    }
+    measured = {"prompt": prompts, "answer": _answer_lengths(found)}
+    table = _table("tokens", "of", "min", "median", "95 %", "max", "limit")
+    for name, lengths in measured.items():
+        if lengths:
+            lengths.sort()
+            at_95 = lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))]
+            middle = f"{statistics.median(lengths):g}"
+            numbers = [len(lengths), lengths[0], middle, at_95, lengths[-1]]
+            table.add_row(name, *map(str, numbers), limits[name])
+    console.print(table)
+    longest = config.rollout.max_response_tokens
+    if over := sum(length > longest for length in measured["answer"]):
+        console.print(
+            f"  {over} answers are longer than a response can be; the response to such a prompt "
+            "may still be shorter than its reference answer"
+        )
+    console.print()
+
+
+def _answer_lengths(found: RunData) -> list[int]:
+    train = found.problems.train
+    if any(problem.target_tokens for problem in train):
+        return [len(problem.target_tokens) for problem in train]
+    answers = [p.answer for p in train[:MOST_MEASURED] if isinstance(p.answer, str)]
+    if not answers:
+        return []
+    encoded = found.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    return [len(tokens) + 1 for tokens in encoded]  # and the end of the sequence
+
+
+def _print_trials(console: Console, config: Config, trials: Sequence[Trial]) -> None:
+    table = _table("response", "what it is", f"reward ({config.data.reward.function})")
+    for number, trial in enumerate(trials, start=1):
+        if trial.right is not None:
+            name = f"reference answer {number}"
+            table.add_row(_quoted(str(trial.answer)), name, _reward(trial.right))
+        if trial.wrong is not None:
+            table.add_row(_quoted(trial.other), "a wrong answer", _reward(trial.wrong))
+    console.print(table)
+    console.print()
+
+
+def _reward(result: RewardResult) -> str:
+    return f"{result.value:g}" if result.value is not None else f"{result.status}: {result.detail}"
+
+
+def _quoted(text: str) -> Text:
+    return Text(plain(repr(shorten(text, 60))))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
