@@ -6,12 +6,16 @@ python -m rltrain.main +recipe=grpo_moe_r3 trainer.steps=5
 import argparse
 import logging
 import os
+import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 import yaml
 from hydra import compose as hydra_compose
@@ -28,6 +32,7 @@ from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.files import save
 from rltrain.config.groups import Groups, conf_folder, find_groups, summary
 from rltrain.config.overrides import Override, check
+from rltrain.config.redact import redacted_text
 from rltrain.config.reference import keys
 from rltrain.controller.preflight import preflight
 from rltrain.controller.run_data import RunData
@@ -36,8 +41,14 @@ PROGRAM = "python -m rltrain.main"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for. Exit status: 2 for a bad request, 1 for a bad run."""
+    """Run what the command line asks for.
+
+    Exit status: 2 for a bad request, 1 for a run that failed, 130 or 143 for one that SIGINT or
+    SIGTERM ended.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         arguments = parse_arguments(argv)
@@ -50,35 +61,92 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = start_folder(config)
         data = preflight(config)
+        save(config, PROGRAM, argv)
     except ValueError as error:
         return fail("cannot start", error, 2)
-    save(config, PROGRAM, argv)
+    except KeyboardInterrupt as error:
+        return interrupted(error)
+    except Exception as error:
+        return fail(f"cannot start ({keep_traceback()} has the details)", error, 1)
     return run(config, data)
 
 
 def run(config: Config, data: RunData) -> int:
-    """Train; an error is one message, and its traceback lies in ``error.log`` of the run."""
+    """Train; whatever ends it is one message, in ``error.log`` and the report of the run, too."""
+    folder = Path(config.trainer.output_dir)
+    began = time.time()
     try:
         if config.algorithm.type == "sft":
             from rltrain.controller.supervised import run as train
         else:
             from rltrain.controller.reinforced import run as train
         train(config, data)
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, RuntimeError, OSError) as error:
-        log = Path(config.trainer.output_dir) / "error.log"
-        with suppress(OSError):  # the disk may be full, and that is the error to show
-            log.write_text(traceback.format_exc(), encoding="utf-8")
-        return fail(f"stopped ({log} has the details)", getattr(error, "cause", None) or error, 1)
+    except KeyboardInterrupt as error:
+        keep_outcome(folder, error, began)
+        return interrupted(error)
+    except Exception as error:
+        keep_outcome(folder, error, began)
+        return fail(f"stopped ({keep_traceback(folder)} has the details)", error, 1)
     return 0
 
 
-def fail(what: str, error: BaseException, status: int) -> int:
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: everything is closed as after a Ctrl-C."""
+
+
+def _terminate(*_: Any) -> NoReturn:
+    raise Terminated("SIGTERM")
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    was_terminated = isinstance(error, Terminated)
+    sys.stderr.write(f"rltrain: ended by {'SIGTERM' if was_terminated else 'Ctrl-C (SIGINT)'}\n")
+    return 128 + (signal.SIGTERM if was_terminated else signal.SIGINT)
+
+
+def fail(what: str, error: Exception, status: int) -> int:
+    """Say why in the terminal: an error that was not written for users with its class."""
     if os.environ.get("RLTRAIN_DEBUG") == "1":
         raise error
-    sys.stderr.write(f"rltrain: {what}\n  {str(error).replace(chr(10), chr(10) + '  ')}\n")
+    from rltrain.actors.last_error import plain
+
+    error = getattr(error, "cause", None) or error
+    text = redacted_text(plain(str(error)), os.environ)
+    if not isinstance(error, ValueError | RuntimeError | OSError):
+        text = f"{type(error).__name__}: {text}"
+    sys.stderr.write(f"rltrain: {what}\n  {text.replace(chr(10), chr(10) + '  ')}\n")
     return status
+
+
+def keep_traceback(folder: Path | None = None) -> Path:
+    """Write the traceback of the error at hand; to a new temporary file where no folder is given,
+    or it cannot be written."""
+    from rltrain.actors.last_error import without_ray
+
+    text = redacted_text(without_ray(traceback.format_exc()), os.environ)
+    if folder is not None:
+        with suppress(OSError):  # the disk may be full, and that is the error to show
+            (folder / "error.log").write_text(text, encoding="utf-8")
+            return folder / "error.log"
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="rltrain-error-", suffix=".log", delete=False, encoding="utf-8"
+    ) as file:
+        with suppress(OSError):
+            file.write(text)
+        return Path(file.name)
+
+
+def keep_outcome(folder: Path, error: BaseException, began: float) -> None:
+    """What ended the run and its report, where no tracker was there to write them since ``began``,
+    in seconds since 1970."""
+    from rltrain.tracking.report import write_report
+    from rltrain.tracking.tracker import OUTCOME, write_outcome
+
+    if (folder / OUTCOME).exists() and (folder / OUTCOME).stat().st_mtime >= began:
+        return
+    with suppress(OSError):
+        write_outcome(folder, error)
+        write_report(folder)
 
 
 def start_folder(config: Config) -> Config:

@@ -14,6 +14,25 @@ SPECIAL_TOKEN = re.compile(r"(^|_)(pad|eos|bos|unk|mask)_token$", re.I)
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
+_ASSIGNED = re.compile(r"""([\w.\-]+)(["']?\s*[=:]\s*["']?)([^\s"',;]{8,})""")
+SHORTEST = 8
+"""Characters of a secret in the environment: shorter ones would be found in other words."""
+
+
+def redacted_text(text: str, environment: Mapping[str, str]) -> str:
+    """``text`` without the values of secret-looking variables of the environment, without what is
+    assigned to a secret-looking name in it, and without logins in URLs."""
+    for name, value in environment.items():
+        if SECRET_KEY.search(name) and len(value) >= SHORTEST:
+            text = text.replace(value, REDACTED)
+
+    def assigned(match: re.Match[str]) -> str:
+        name, between, value = match.groups()
+        return f"{name}{between}{redacted(value, name)}"
+
+    return URL_LOGIN.sub(REDACTED, _ASSIGNED.sub(assigned, text))
+
+
 def redacted(value: Any, key: str = "") -> Any:
     """A copy with every string under a secret-looking key, and every login in a URL, replaced."""
     if isinstance(value, Mapping):

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,9 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rltrain.actors.log import FOLDER, LOG
 from rltrain.config import Config
+from rltrain.controller.cluster_start import Machine, check_address, start_failure
 from rltrain.controller.placement import Placement, place
 from rltrain.policy.actor import Role
 
@@ -34,6 +38,8 @@ class Cluster:
     """One for each GPU, all on one node."""
     gpu_ids: tuple[str, ...] = ()
     """What ``CUDA_VISIBLE_DEVICES`` calls the GPU of each bundle."""
+    logs: Path | None = None
+    """The folder of the actors' logs (`rltrain.actors.log`); None: Ray's own."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -44,16 +50,23 @@ class Cluster:
         # Megatron's collectives run in an order that has to be the same on all ranks.
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false"}
         gpus = {"policy": self.placement.policy, "critic": self.placement.critic}[role]
-        return self._options(gpus[rank : rank + 1], env)
+        return self._options(gpus[rank : rank + 1], env, f"{role}-{rank}")
 
-    def engine_options(self, engine: int) -> dict[str, Any]:
-        """Of the Ray actor of one engine."""
-        return self._options(self.placement.engines[engine] if self.bundles else (), {})
+    def engine_options(self, engine: int, log: str = "engine") -> dict[str, Any]:
+        """Of the Ray actor of one engine.
 
-    def _options(self, gpus: Sequence[int], env: dict[str, str]) -> dict[str, Any]:
+        Args:
+            log: what its log is called, before the engine's number
+        """
+        gpus = self.placement.engines[engine] if self.bundles else ()
+        return self._options(gpus, {}, f"{log}-{engine}")
+
+    def _options(self, gpus: Sequence[int], env: dict[str, str], log: str) -> dict[str, Any]:
         """Of an actor that sees these GPUs alone. Ray counts none for it, since others may see the
         same ones, and so leaves ``CUDA_VISIBLE_DEVICES`` as it is set here."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+        if self.logs is not None:
+            env = {**env, LOG: str(self.logs / f"{log}.log")}
         if self.bundles is not None:
             options["scheduling_strategy"] = _in_bundle(self.bundles, gpus[0])
             seen = ",".join(self.gpu_ids[gpu] for gpu in gpus)
@@ -63,7 +76,11 @@ class Cluster:
 
 @contextmanager
 def cluster(config: Config) -> Iterator[Cluster]:
-    """Start Ray, or join ``cluster.address``; local servers listen on loopback alone."""
+    """Start Ray, or join ``cluster.address``; local servers listen on loopback alone.
+
+    Raises:
+        RuntimeError: it did not start or cannot be joined, with what to do.
+    """
     log_level = os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "warning")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(OVERRIDE_ON_ZERO, "0")
@@ -75,19 +92,35 @@ def cluster(config: Config) -> Iterator[Cluster]:
     if config.cluster.address is None:
         # Without this Ray on Linux turns a loopback address into the host's own.
         ray_constants.ENABLE_RAY_CLUSTER = False
-    ray.init(
-        # A cluster of our own, even where Ray finds that of another program on this machine.
-        address=config.cluster.address or "local",
-        log_to_driver=False,
-        logging_level=log_level.upper(),
-        **({} if config.cluster.address else local),
-    )
+    else:
+        check_address(config.cluster.address)
+    # Its words about a dead actor would come beside ours, which have the actor's own error.
+    ray._private.worker._worker_logs_enabled = False
+    terminated = signal.getsignal(signal.SIGTERM)
     try:
-        _link_logs(Path(config.trainer.output_dir))
+        ray.init(
+            # A cluster of our own, even where Ray finds that of another program on this machine.
+            address=config.cluster.address or "local",
+            log_to_driver=False,
+            logging_level=log_level.upper(),
+            **({} if config.cluster.address else local),
+        )
+    except Exception as error:  # Ray raises that class itself
+        ray.shutdown()  # what it did start
+        raise start_failure(error, config.cluster.address, Machine.now()) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
+    try:
+        run_dir = Path(config.trainer.output_dir)
+        _link_logs(run_dir)
+        logs = run_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        os.environ[FOLDER] = str(logs)
         placement = place(config, _gpus_of_a_node())
         logger.info("placement: %s", placement)
-        yield reserve(placement, config.cluster.start_timeout_s)
+        yield replace(reserve(placement, config.cluster.start_timeout_s), logs=logs)
     finally:
+        os.environ.pop(FOLDER, None)
         ray.shutdown()
 
 

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError
-
+from rltrain.actors import failures
+from rltrain.actors.failures import Call
 from rltrain.config import Config
 from rltrain.controller.cluster import Cluster
 from rltrain.parallel.layers import Pipeline, route_blocks
@@ -74,22 +73,10 @@ def answers(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
     """What the engines answered, in the order of ``refs``.
 
     Raises:
-        RuntimeError: an engine died or is silent for longer than ``timeout_s``.
+        ActorFailed: an engine raised, died, or is silent for longer than ``timeout_s``.
     """
-    try:
-        found: list[Any] = ray.get(refs, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise RuntimeError(
-            f"rollout.{what}: expected an answer of all {len(refs)} engines within {timeout_s:g} "
-            "s. One hangs or is slow: see ray-logs in the run's folder, or raise "
-            f"cluster.{'start' if what == 'start' else 'call'}_timeout_s"
-        ) from error
-    except RayActorError as error:
-        raise RuntimeError(
-            f"rollout.{what}: an engine died ({error}). Often it ran out of memory: see ray-logs "
-            "in the run's folder and the kernel's log (dmesg)"
-        ) from error
-    return found
+    key = f"cluster.{'start' if what == 'start' else 'call'}_timeout_s"
+    return failures.answers(refs, Call("rollout", what, key), timeout_s)
 
 
 def _capture(config: Config, arch: Architecture) -> RouteCapture | None:

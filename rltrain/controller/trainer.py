@@ -258,4 +258,5 @@ class Trainer(Loop):
         with self.turns.weight_sync(timer):
             self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
-            check_weight_sync(self.turns, self.spec, self.placed.engine_options(0), limit)
+            options = self.placed.engine_options(0, log="fresh-engine")
+            check_weight_sync(self.turns, self.spec, options, limit)

@@ -4,14 +4,13 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import Tensor
 
+from rltrain.actors.failures import Call, answers
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.cluster import Cluster
@@ -20,9 +19,6 @@ from rltrain.policy.actor import ModelActor, Role
 from rltrain.policy.types import Updated
 
 logger = logging.getLogger(__name__)
-
-DEATH_NOTICE_S = 5.0
-"""How long after a failure another worker's death may still be reported as its cause."""
 
 
 class WorkerGroup:
@@ -63,25 +59,7 @@ class WorkerGroup:
         return self._answers(method, refs)
 
     def _answers(self, method: str, refs: list[Any]) -> list[Any]:
-        try:
-            _raise_first_error(refs, self._timeout)
-            return ray.get(refs)
-        except GetTimeoutError as error:
-            raise RuntimeError(
-                f"{self.role}.{method}: expected an answer of all {len(refs)} workers within "
-                f"{self._timeout:.0f} s. One hangs or is slow: see ray-logs in the run's folder, "
-                "or raise cluster.call_timeout_s"
-            ) from error
-        except RayTaskError as error:
-            raise RuntimeError(
-                f"{self.role}.{method}: {type(error.cause).__name__}: {error.cause}"
-            ) from error
-        except RayActorError as error:
-            raise RuntimeError(
-                f"{self.role}.{method}: a {self.role} worker died ({error}). Often it ran out of "
-                "memory: see ray-logs in the run's folder, and lower "
-                "policy.max_tokens_per_micro_batch"
-            ) from error
+        return answers(refs, Call(self.role, method), self._timeout)
 
     def shutdown(self) -> None:
         """End the workers; their GPUs and memory are free for others."""
@@ -160,28 +138,6 @@ class WorkerGroup:
         for rows, values in zip(self._plan.shards, shards, strict=True):
             whole[self._batch.token_index(rows)] = values
         return whole
-
-
-def _raise_first_error(refs: Sequence[Any], limit: float) -> None:
-    """Raise the first failure at once: the other ranks may wait for the failed one for ever."""
-    waiting = list(refs)
-    while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=limit)
-        if not done:
-            raise GetTimeoutError(f"{len(waiting)} workers did not answer")
-        try:
-            ray.get(done)
-        except RayTaskError:
-            _raise_if_dead(waiting)
-            raise
-
-
-def _raise_if_dead(refs: Sequence[Any]) -> None:
-    """Collectives with a worker that died fail, sometimes before its death is known."""
-    done, _ = ray.wait(refs, num_returns=len(refs), timeout=DEATH_NOTICE_S) if refs else ([], [])
-    for ref in done:
-        with suppress(RayTaskError):
-            ray.get(ref)
 
 
 def _add(shards: Sequence[Updated]) -> Updated:

@@ -3,10 +3,14 @@
 Imports Megatron only there, and only once it can be imported.
 """
 
+import logging
 import os
 from typing import Any, Literal
 
+from rltrain.actors.log import take_output
 from rltrain.config import Config
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["policy", "critic"]
 
@@ -26,11 +30,13 @@ class ModelActor:
         model_path: str,
         device: str,
     ) -> None:
+        take_output()
         self._role = role
         self._arguments = config, rank, init_method, model_path, device
 
     def start(self) -> None:
         """Join the other ranks and load the model. Collective."""
+        logger.info("importing torch and Megatron")
         import torch
 
         from rltrain.patches.megatron import apply_cpu, apply_fixes
@@ -47,7 +53,9 @@ class ModelActor:
         worker = {"policy": PolicyWorker, "critic": CriticWorker}[self._role]
         # A process sees the GPU of its rank and no other (controller/cluster.py).
         own = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        logger.info("rank %d joins the other ranks and loads %s", rank, model_path)
         self._worker = worker(config, rank, init_method, model_path, own)
+        logger.info("rank %d is ready", rank)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._worker, method)(*args, **kwargs)

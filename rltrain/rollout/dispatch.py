@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from rltrain.actors.failures import Call as Wait
+from rltrain.actors.failures import answers, silent
 from rltrain.rollout.types import Request, Rollout, SamplingParams
 
 QUEUED = 2
@@ -55,7 +57,7 @@ class Dispatcher:
         ``POLL_S``, so that the caller may do something else. Closing the iterator aborts the rest.
 
         Raises:
-            RuntimeError: naming the engine that died or is silent.
+            ActorFailed: naming the engine that raised, died or is silent.
         """
         waiting, running = deque(calls), dict[Any, _Running]()
         most = self._most_of_each(calls, step)
@@ -79,7 +81,7 @@ class Dispatcher:
                 if not ready:
                     for engine in {one.engine for one in running.values()}:
                         if time.monotonic() - heard[engine] > self._timeout_s:
-                            raise self._silent(engine, step)
+                            raise silent(_wait(engine, step), 1, 1, self._timeout_s)
                     yield None
         finally:
             self._abort(running)
@@ -93,21 +95,7 @@ class Dispatcher:
         return QUEUED * min(int(capabilities["max_num_seqs"]) for capabilities in found)
 
     def _get(self, ref: Any, engine: int, step: int) -> Any:
-        try:
-            return ray.get(ref, timeout=self._timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise self._silent(engine, step) from error
-        except ray.exceptions.RayActorError as error:
-            raise RuntimeError(
-                f"rollout engine {engine} died in step {step}, out of memory perhaps; its log and "
-                "the kernel's (dmesg) say more"
-            ) from error
-
-    def _silent(self, engine: int, step: int) -> RuntimeError:
-        return RuntimeError(
-            f"rollout engine {engine} did not answer within {self._timeout_s:g} s in step {step}: "
-            "raise cluster.call_timeout_s, or look for a hang in its log"
-        )
+        return answers([ref], _wait(engine, step), self._timeout_s)[0]
 
     def _abort(self, running: dict[Any, _Running]) -> None:
         """No request is in flight afterwards, unless an engine hangs."""
@@ -118,6 +106,10 @@ class Dispatcher:
         if refs:
             refs += running
             ray.wait(refs, num_returns=len(refs), timeout=ABORT_S)
+
+
+def _wait(engine: int, step: int) -> Wait:
+    return Wait("rollout", f"generate, engine {engine}, step {step}")
 
 
 def _place(call: Call, load: Counter[int], most: float) -> int | None:

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import re
 import uuid
 from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
@@ -16,6 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
+from rltrain.actors.failures import child_died
+from rltrain.actors.log import take_output
 from rltrain.batch import RouteRef
 from rltrain.rollout.completion import check_length, check_tokens, sampled_logprobs, vllm_params
 from rltrain.rollout.launch import (
@@ -52,10 +55,11 @@ class RolloutEngine:
 
     Create it with ``start_engine``. Calls to ``generate`` run side by side or, with
     ``rollout.deterministic``, one after the other; one made while weights are being replaced is an
-    error. Every method raises RuntimeError when the engine process is dead.
+    error. Every method raises ChildDied when the engine process is dead.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
+        take_output()
         self._spec = spec
         self._weight_version = 0
         self._syncing = False
@@ -68,6 +72,7 @@ class RolloutEngine:
 
         Raises:
             ValueError: when the installed vLLM cannot do what is asked.
+            ChildDied: the engine process died, with its own error.
         """
         os.environ.update(environment(self._spec))
         import vllm
@@ -79,6 +84,7 @@ class RolloutEngine:
 
         check_version(vllm.__version__)
         self._source = f"vLLM {vllm.__version__}"
+        self._process = f"the {self._source} engine process"
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
         chosen = scheduler_args(self._spec, vllm.__version__)
         chosen |= engine_args(self._spec, known, has_fp32_head=has_fp32_head())
@@ -89,7 +95,12 @@ class RolloutEngine:
         # By this vLLM chooses how much a GPU runs at once: 128 requests, or a batch's 1,024.
         offline = self._spec.device == "cuda"
         context = UsageContext.LLM_CLASS if offline else UsageContext.ENGINE_CONTEXT
-        self._engine = AsyncLLM.from_engine_args(args, usage_context=context)
+        try:
+            self._engine = AsyncLLM.from_engine_args(args, usage_context=context)
+        except RuntimeError as error:
+            if (codes := failed_processes(str(error))) is None:
+                raise
+            raise child_died(f"{self._process} died while loading the model", codes) from error
         return self.capabilities()
 
     def capabilities(self) -> dict[str, Any]:
@@ -295,13 +306,25 @@ class RolloutEngine:
             return task.result()
         task.cancel()
         await asyncio.wait({task}, timeout=1.0)
-        raise RuntimeError(
-            f"the {self._source} engine process is dead; its own error stands above in the log"
-        )
+        raise child_died(f"{self._process} died", exit_codes(self._engine))
 
     def shutdown(self) -> None:
         """Stop the engine process; the actor is of no use afterwards."""
         self._engine.shutdown()
+
+
+def failed_processes(error: str) -> dict[str, int] | None:
+    """Exit codes by name of the processes that vLLM says failed when they started, None where its
+    error is about something else."""
+    if "initialization failed" not in error:
+        return None
+    return {name: int(code) for name, code in re.findall(r"'([^']+)': (-?\d+)", error)}
+
+
+def exit_codes(engine: Any) -> dict[str, int | None]:
+    """Of the engine's processes, as far as vLLM still has them."""
+    manager = engine.engine_core.resources.engine_manager
+    return {process.name: process.exitcode for process in getattr(manager, "processes", ())}
 
 
 def start_engine(spec: EngineSpec, **options: Any) -> Any:

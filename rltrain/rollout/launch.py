@@ -81,7 +81,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     env = {
         "HF_HUB_OFFLINE": "1",  # models are local folders
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
     }
     if spec.device == "cpu":
         # All cores: training and generation take turns. Ray would leave an actor with one thread.

@@ -6,6 +6,7 @@ GPUs, gpus.csv; the report is written from these and config.yaml alone, also whe
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from rltrain.config.redact import redacted_text
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.gpus import read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
@@ -118,7 +120,7 @@ class Tracker:
             stack.callback(self._write_report)
             stack.callback(self._say_where_time_goes)
             stack.callback(self._finish_wandb, error)
-            stack.callback(self._write_outcome, error)
+            stack.callback(write_outcome, self.run_dir, error)
             stack.callback(self._samples.close)
             stack.callback(self._metrics.close)
             stack.callback(self._progress.close)
@@ -136,14 +138,6 @@ class Tracker:
     ) -> None:
         self.finish(error)
 
-    def _write_outcome(self, error: BaseException | None) -> None:
-        outcome = {
-            "state": "finished" if error is None else "failed",
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        _write(self.run_dir / OUTCOME, json.dumps(outcome, indent=2))
-
     def _finish_wandb(self, error: BaseException | None) -> None:
         if self._wandb is not None:
             rows = read_jsonl(self.run_dir / "metrics.jsonl")
@@ -157,6 +151,21 @@ class Tracker:
 
     def _write_report(self) -> None:
         logger.info("report: %s", write_report(self.run_dir))
+
+
+def write_outcome(run_dir: Path, error: BaseException | None) -> None:
+    """Write outcome.json: how a run ended, and by which error."""
+    outcome = {
+        "state": "finished" if error is None else "failed",
+        "error": None if error is None else redacted_text(_named(error), os.environ),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    _write(run_dir / OUTCOME, json.dumps(outcome, indent=2))
+
+
+def _named(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:

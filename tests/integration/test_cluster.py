@@ -1,12 +1,18 @@
 """Where Ray puts the actors of a run, and which GPUs they see. Nothing here computes on them."""
 
+import ctypes
 import os
+import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import ray
 
+from rltrain.actors.failures import ActorFailed, Call, answers
+from rltrain.actors.log import FOLDER, LOG, take_output
 from rltrain.config import Config
 from rltrain.controller.cluster import OVERRIDE_ON_ZERO, reserve
 from rltrain.controller.placement import place
@@ -32,6 +38,29 @@ def started() -> Iterator[None]:
 class Actor:
     def gpus(self) -> str:
         return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@ray.remote
+class Failing:
+    def __init__(self, works: bool = True) -> None:
+        take_output()
+        if not works:
+            raise KeyError("in its constructor")
+
+    def do(self, what: str) -> None:
+        os.write(1, f"about to {what}\n".encode())
+        if what == "wait":
+            time.sleep(60)
+        elif what == "exit":
+            os._exit(3)
+        elif what == "crash":
+            ctypes.string_at(0)
+        elif what == "raise":
+            raise KeyError("who")
+        elif what == "raise what nobody can read":
+            raise type("Private", (Exception,), {"__reduce__": None})("that")
+        else:
+            os.kill(os.getpid(), getattr(signal, what))
 
 
 def config(placement: str, num_engines: int) -> Config:
@@ -65,3 +94,61 @@ def test_every_actor_sees_the_gpus_of_its_ranks_alone(started: None) -> None:
     placed = reserve(shared, 60)
     seen = placed.engine_options(0)["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"]
     assert seen == ",".join(placed.gpu_ids)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "texts"),
+    [
+        ("raise", "raised", ["policy.do: KeyError: 'who'", "Full log: "]),
+        ("raise what nobody can read", "raised", ["Private: that"]),
+        ("crash", "died", ["policy worker 0 (process ", "Fatal Python error: Segmentation fault"]),
+        ("exit", "died", ["left no error", 'its log: "about to exit"']),
+        ("SIGKILL", "died", ["was killed", "GiB of memory are in use"]),
+        ("SIGTERM", "died", ["ended with SIGTERM"]),
+    ],
+)
+def test_a_failing_actor_is_reported_with_its_own_error(
+    what: str,
+    kind: str,
+    texts: list[str],
+    started: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever becomes of it, in one kind of failure, though another rank waits for ever."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    actors = [
+        Failing.options(runtime_env={"env_vars": {LOG: f"{tmp_path}/policy-{rank}.log"}}).remote()
+        for rank in range(2)
+    ]
+    began = time.monotonic()
+    with pytest.raises(ActorFailed) as failed:
+        refs = [actors[0].do.remote(what), actors[1].do.remote("wait")]
+        answers(refs, Call("policy", "do"), timeout_s=40)
+    assert time.monotonic() - began < 35
+    assert failed.value.kind == kind
+    said = str(failed.value)
+    assert said.startswith("policy.do: ") and [t for t in texts if t not in said] == [], said
+    assert "\x1b" not in said and "Worker exit type" not in said
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_another_actors_death_ends_a_wait_and_a_silent_one_is_named(
+    started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    waiting, dying = (
+        Failing.options(runtime_env={"env_vars": {LOG: f"{tmp_path}/{name}-0.log"}}).remote()
+        for name in ("policy", "engine")
+    )
+    with pytest.raises(ActorFailed, match="1 did not answer") as failed:
+        answers([waiting.do.remote("wait")], Call("policy", "do"), timeout_s=8)
+    assert failed.value.kind == "silent"
+    assert str(failed.value).endswith("policy-0.log: about to wait")
+    dying.do.remote("SIGKILL")
+    with pytest.raises(ActorFailed, match=r"policy\.do: rollout engine 0 .* was killed") as failed:
+        answers([waiting.do.remote("wait")], Call("policy", "do"), timeout_s=30)
+    with pytest.raises(ActorFailed, match="could not be created: KeyError: 'in its constructor'"):
+        answers([Failing.remote(False).do.remote("wait")], Call("policy", "do"), timeout_s=30)
+    ray.kill(waiting)

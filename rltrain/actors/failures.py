@@ -1,0 +1,245 @@
+"""Waiting for actors: every wait has a limit and a name, and ends in one kind of failure."""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from signal import Signals
+from typing import Any, Literal, NamedTuple
+
+import ray
+from ray._private import state
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import (
+    RayActorError,
+    RayError,
+    RayTaskError,
+    UnserializableException,
+)
+
+from rltrain.actors.last_error import last_error, last_line, plain, without_ray
+from rltrain.actors.log import FOLDER, LOG, find_log, of_process
+from rltrain.actors.memory import killed, memory_now, oom_kills
+
+POLL_S = 5.0
+"""How often a wait looks whether another actor of the run has died."""
+DEATH_NOTICE_S = 5.0
+"""How long after a failure another actor's death may still be reported as its cause."""
+NEAR_THE_END = 30
+"""Lines: an error further up in the log of a process that ended in silence was not its end."""
+LOG_NAMES = {"rollout": "engine"}
+"""By role, where the names of logs differ."""
+_KILLS_BEFORE = oom_kills()
+
+
+class ActorFailed(RuntimeError):
+    """An actor raised an error, died, or was silent for too long.
+
+    Args:
+        kind: which of the three
+        where: the call that failed, as ``role.method``
+        what: the actor's own error, in a sentence
+    """
+
+    def __init__(self, kind: Literal["raised", "died", "silent"], where: str, what: str) -> None:
+        super().__init__(f"{where}: {what}")
+        self.kind = kind
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.kind, self.where, str(self))
+
+
+def _rebuilt(kind: Literal["raised", "died", "silent"], where: str, text: str) -> ActorFailed:
+    return ActorFailed(kind, where, text.removeprefix(f"{where}: "))
+
+
+class ChildDied(RuntimeError):
+    """Raised within an actor: a process that it had started died. The text is for the user."""
+
+
+class Call(NamedTuple):
+    """What is waited for."""
+
+    role: str
+    method: str
+    key: str = "cluster.call_timeout_s"
+    """Of the configuration: what limits the wait."""
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
+
+
+def answers(refs: Sequence[Any], call: Call, timeout_s: float) -> list[Any]:
+    """What actors answered, in the order of ``refs``.
+
+    The first failure ends the wait, since the others may wait for the failed one for ever; so does
+    the death of any other actor of this run.
+
+    Raises:
+        ActorFailed: one of them raised, died, or did not answer within ``timeout_s``.
+    """
+    began, found = time.time(), dict[Any, Any]()
+    waiting = list(refs)
+    while waiting:
+        left = began + timeout_s - time.time()
+        done, waiting = ray.wait(waiting, timeout=max(0.0, min(POLL_S, left)))
+        for ref in done:
+            try:
+                found[ref] = ray.get(ref)
+            except RayError as error:
+                raise failure(error, call, others=waiting) from error
+        if not done:
+            if dead := deaths(began):
+                raise ActorFailed("died", str(call), dead[0])
+            if left <= 0:
+                raise silent(call, len(waiting), len(refs), timeout_s)
+    return [found[ref] for ref in refs]
+
+
+def failure(error: RayError, call: Call, others: Sequence[Any] = ()) -> ActorFailed:
+    """What a call's error means.
+
+    Args:
+        others: answers that are still to come. A worker's collective fails when another rank dies,
+            sometimes before that death is known.
+    """
+    if not isinstance(error, RayActorError) and others:
+        done, _ = ray.wait(list(others), num_returns=len(others), timeout=DEATH_NOTICE_S)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayActorError as death:
+                error = death
+                break
+            except RayError:
+                continue
+    if isinstance(error, RayTaskError):
+        return ActorFailed("raised", str(call), _raised(error))
+    if isinstance(error, UnserializableException):  # of a class that is unknown here, say
+        own = last_error(str(error))
+        return ActorFailed("raised", str(call), own.text if own else without_ray(str(error)))
+    if isinstance(error, RayActorError):
+        return ActorFailed("died", str(call), _death(call.role, error))
+    return ActorFailed("died", str(call), f"{type(error).__name__}: {plain(str(error))}")
+
+
+def _raised(error: RayTaskError) -> str:
+    cause, text = error.cause, plain(str(error.cause))
+    pid = re.search(
+        r"\(pid=(\d+), ip=", plain(str(error))
+    )  # Ray's mixed classes have no such field
+    log = find_log(int(pid[1])) if pid else None
+    if isinstance(cause, ChildDied):
+        return text
+    named = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    return f"{named}\nFull log: {log}" if log is not None else named
+
+
+def _death(role: str, error: RayActorError) -> str:
+    said = plain(str(error))
+    if error.actor_init_failed or "creation task" in said:
+        own = last_error(f"Traceback (most recent call last):\n{said}")
+        return f"an actor could not be created: {own.text if own else said}"
+    pid = re.search(r"^\tpid: (\d+)$", said, re.MULTILINE)
+    return died(role, int(pid[1]) if pid else 0, said)
+
+
+def silent(call: Call, missing: int, asked: int, timeout_s: float) -> ActorFailed:
+    """What a wait that reached its limit means.
+
+    Args:
+        missing: how many of those that were ``asked`` did not answer
+    """
+    return ActorFailed(
+        "silent",
+        str(call),
+        f"expected an answer of all {asked} within {timeout_s:g} s, and {missing} did not answer. "
+        f"One hangs or is slow: raise {call.key}, or see {_logs()}{_said_by(call.role)}",
+    )
+
+
+def _said_by(role: str) -> str:
+    """The last line of each actor's log."""
+    folder = os.environ.get(FOLDER)
+    files = sorted(Path(folder).glob(f"{LOG_NAMES.get(role, role)}-*.log")) if folder else []
+    lines = [f"\n{file.name}: {last_line(file.read_text(errors='replace'))}" for file in files]
+    return "".join(lines)
+
+
+def deaths(since: float) -> list[str]:
+    """What happened to every actor of this run that died by itself since then, in order.
+
+    Args:
+        since: seconds since 1970
+    """
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    found = [
+        (actor["EndTime"], actor, actor["DeathCause"].actor_died_error_context)
+        for actor in state.actors(job_id=job, actor_state_name="DEAD").values()
+    ]
+    own = ActorDiedErrorContext.WORKER_DIED
+    new = [(end, a, how) for end, a, how in found if end >= 1000 * since and how.reason == own]
+    return [
+        died(actor["ActorClassName"], actor["Pid"], how.error_message)
+        for _, actor, how in sorted(new, key=lambda each: each[0])
+    ]
+
+
+def died(who: str, pid: int, said: str) -> str:
+    """What is known of the death of an actor.
+
+    Args:
+        who: the kind of actor, for one that has no log
+        said: Ray's words about it
+    """
+    log = find_log(pid)
+    written = of_process(log.read_text(errors="replace"), pid) if log is not None else ""
+    code = re.search(r"exit code -?\d+", said)
+    ended = "SIGTERM" if "receives a SIGTERM" in said else code[0] if code else ""
+    name = named(log.stem) if log is not None else f"an actor of {who}"
+    return f"{name} (process {pid}) died. {its_error(written, ended)} Full log: {log or _logs()}"
+
+
+def named(stem: str) -> str:
+    """``engine-0``, the name of a log, in words."""
+    role, _, rank = stem.rpartition("-")
+    return {"engine": "rollout engine"}.get(role, f"{role} worker") + f" {rank}"
+
+
+def child_died(what: str, codes: Mapping[str, int | None]) -> ChildDied:
+    """Within an actor: the failure of processes that it had started.
+
+    Args:
+        what: which, and when they died
+        codes: their exit codes by name; a negative one is a signal
+    """
+    file = Path(os.environ.get(LOG, ""))
+    written = of_process(file.read_text(errors="replace"), os.getpid()) if file.is_file() else ""
+    ended = [Signals(-n).name if n < 0 else f"exit code {n}" for n in codes.values() if n]
+    log = f" Full log: {file}" if file.is_file() else ""
+    return ChildDied(f"{what}. {its_error(written, ended[0] if ended else '')}{log}")
+
+
+def its_error(written: str, ended: str) -> str:
+    """Sentences about the error of a process that died.
+
+    Args:
+        written: its log
+        ended: ``exit code 3``, ``SIGKILL``; "" where nobody knows
+    """
+    error = last_error(written, within=None if ended.startswith("exit code") else NEAR_THE_END)
+    if error is not None and ended != "SIGKILL":
+        return f"Its last error: {error}."
+    line = last_line(written)
+    said = f' The last line of its log: "{line}".' if line else ""
+    if ended in ("SIGKILL", ""):
+        how = "It was killed (SIGKILL)" if ended else "It was killed, or ended at once,"
+        memory = killed(oom_kills() - _KILLS_BEFORE, memory_now())
+        return f"{how} and left no error. {memory}.{said}"
+    return f"It ended with {ended} and left no error.{said}"
+
+
+def _logs() -> str:
+    return os.environ.get(FOLDER) or "ray-logs in the run's folder"
