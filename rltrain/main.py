@@ -144,9 +144,11 @@ def keep_outcome(folder: Path, error: BaseException, began: float) -> None:
 
     if (folder / OUTCOME).exists() and (folder / OUTCOME).stat().st_mtime >= began:
         return
-    with suppress(OSError):
+    try:
         write_outcome(folder, error)
         write_report(folder)
+    except Exception as other:  # the error that ended the run is the one to show
+        logging.getLogger(__name__).warning("no report could be written: %r", other)
 
 
 def start_folder(config: Config) -> Config:

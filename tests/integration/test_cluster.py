@@ -47,8 +47,12 @@ class Failing:
         if not works:
             raise KeyError("in its constructor")
 
-    def do(self, what: str) -> None:
+    def ready(self) -> None:
+        pass
+
+    def do(self, what: str, after_s: float = 0.0) -> None:
         os.write(1, f"about to {what}\n".encode())
+        time.sleep(after_s)
         if what == "wait":
             time.sleep(60)
         elif what == "exit":
@@ -142,11 +146,12 @@ def test_another_actors_death_ends_a_wait_and_a_silent_one_is_named(
         Failing.options(runtime_env={"env_vars": {LOG: f"{tmp_path}/{name}-0.log"}}).remote()
         for name in ("policy", "engine")
     )
+    answers([waiting.ready.remote(), dying.ready.remote()], Call("policy", "ready"), timeout_s=60)
     with pytest.raises(ActorFailed, match="1 did not answer") as failed:
-        answers([waiting.do.remote("wait")], Call("policy", "do"), timeout_s=8)
+        answers([waiting.do.remote("wait")], Call("policy", "do"), timeout_s=1)
     assert failed.value.kind == "silent"
     assert str(failed.value).endswith("policy-0.log: about to wait")
-    dying.do.remote("SIGKILL")
+    dying.do.remote("SIGKILL", after_s=2)
     with pytest.raises(ActorFailed, match=r"policy\.do: rollout engine 0 .* was killed") as failed:
         answers([waiting.do.remote("wait")], Call("policy", "do"), timeout_s=30)
     with pytest.raises(ActorFailed, match="could not be created: KeyError: 'in its constructor'"):
