@@ -47,7 +47,9 @@ def export(arguments: Sequence[str]) -> int:
         ValueError: there is no such checkpoint, it is not what it was, or OUT exists.
         RuntimeError: OUT cannot be written, the disk is full, say.
     """
-    parser = _parser("export", "SOURCE", "the folder of a run, or what rltrain import wrote")
+    parser = _parser(
+        "export", "SOURCE", "a run's folder, a checkpoint in it, or what rltrain import wrote"
+    )
     parser.add_argument("--step", type=int, help="of the run's checkpoint; the newest otherwise")
     parser.add_argument(
         "--dtype",
@@ -98,7 +100,7 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
     """The checkpoint that is meant, the folder with its configuration and tokenizer, and whether
     it has layers that predict further tokens."""
     from rltrain.config.files import NAME, load
-    from rltrain.controller.checkpoint import checkpoints
+    from rltrain.controller.checkpoint import FOLDER, checkpoints, last_weights, read_state, step_of
     from rltrain.data.tiny_model import warm_started_path
     from rltrain.weights.stored import HUGGINGFACE
 
@@ -106,14 +108,24 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
         if step is not None:
             raise ValueError(f"--step {step}: {source} is an imported checkpoint and has no steps")
         return source, source / HUGGINGFACE, "hold"
-    config = load(source)
-    found = {int(path.name.removeprefix("step_")): path for path in checkpoints(source)}
+    run, named = (source.parent.parent, source) if source.parent.name == FOLDER else (source, None)
+    config = load(run)
+    found = {} if (last := last_weights(run)) is None else {int(read_state(last)["step"]): last}
+    found |= {step_of(path): path for path in checkpoints(run)}
+    if named is not None:
+        if named not in (*found.values(), last):
+            raise ValueError(f"{named}: expected a checkpoint, found none that is whole")
+        if step is not None:
+            raise ValueError(f"--step {step}: {named} is one checkpoint already; drop --step")
+        found = {int(read_state(named)["step"]): named}
     if not found:
         raise ValueError(
-            f"{source}: expected a checkpoint to export, found none; run with checkpoint.every=N"
+            f"{run}: expected a checkpoint to export, found none. A run that was ended before its "
+            "last step has those of checkpoint.every=N alone, and checkpoint.last=false keeps no "
+            "final weights"
         )
     if step is not None and step not in found:
-        raise ValueError(f"--step {step}: {source} has checkpoints of steps {sorted(found)}")
+        raise ValueError(f"--step {step}: {run} has the weights of steps {sorted(found)}")
     # What the run started from has the architecture and the tokenizer.
     given = config.model.path or warm_started_path(config.model) / "model"
     step = max(found) if step is None else step

@@ -41,10 +41,13 @@ class TrainerConfig(Section):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; the last step always saves. 0 never does."""
+    """Steps between checkpoints to resume from; the last step always saves. 0 never does."""
+    last: bool = True
+    """Keep the final weights, for ``rltrain export`` to read, in ``checkpoints/last``."""
     keep: Positive = 2
     trust: bool = False
-    """Open a checkpoint from elsewhere. Its format holds pickles, which can run code."""
+    """Open a checkpoint from elsewhere, or one that does not say which model it is of. Its format
+    holds pickles, which can run code."""
 
 
 class ClusterConfig(Section):

@@ -14,6 +14,7 @@ from rltrain.controller import checkpoint
 from rltrain.controller.cluster import Cluster
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.invariants import Check, block, require
+from rltrain.controller.model_checks import read_model
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.speed import Speed
 from rltrain.controller.worker_group import WorkerGroup
@@ -22,6 +23,7 @@ from rltrain.policy.types import Scored, Updated
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import OUTCOME, Tracker
+from rltrain.weights.identity import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Loop(ABC):
     speed: Speed
     evaluator: Evaluation = field(init=False)
     tracker: Tracker = field(init=False)
+    model: Identity = field(init=False)  # which one a checkpoint is of
     resumed_after: int = field(init=False, default=0)  # the step, 0 in a fresh run
 
     @abstractmethod
@@ -94,11 +97,7 @@ class Loop(ABC):
         is_first = step == max(self.resumed_after, self.warmup_steps) + 1
         taken = self.take(step, timer, is_first=is_first)
         metrics = taken.metrics
-        if self.saves(step):
-            with timer.phase("checkpoint"):
-                checkpoint.save(
-                    self.run_dir, step, self.models, self.state(), self.config.checkpoint.keep
-                )
+        self.save(step, timer)
         self.hand_over(step, timer)
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
@@ -125,12 +124,24 @@ class Loop(ABC):
         if self.config.trainer.invariants == "stop":
             require(checks, step)
 
+    def save(self, step: int, timer: StepTimer) -> None:
+        """Write what is due: a checkpoint, and after the last step its weights."""
+        settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
+        if self.saves(step):
+            with timer.phase("checkpoint"):
+                state = {"model": self.model, **self.state()}
+                checkpoint.save(self.run_dir, step, self.models, state, settings.keep)
+        if settings.last and is_last:
+            with timer.phase("checkpoint"):
+                checkpoint.save_last(self.run_dir, step, self.policy, self.model)
+
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
         return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
 
     def resume(self) -> int:
         """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
+        self.model = checkpoint.model_of(self.config, read_model(self.config))
         found = checkpoint.checkpoints(self.run_dir)
         if self.config.trainer.resume == "auto" and found:
             state = checkpoint.restore(found[-1], self.run_dir, self.models, self.config.checkpoint)

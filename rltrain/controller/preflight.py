@@ -10,6 +10,7 @@ from pathlib import Path
 from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.files import NAME as CONFIG_FILE
+from rltrain.controller.checkpoint import check_resumed
 from rltrain.controller.engine_guards import (
     check_capture_options,
     check_capture_version,
@@ -58,6 +59,7 @@ def preflight(config: Config) -> RunData:
     if config.model.path is not None:
         check_weights(config.model.path, model)
     check_imported(config.model)
+    check_resumed(config, model)
     check_output(config)
     return found
 

@@ -288,6 +288,10 @@ class PolicyWorker(Learner):
         # What is quantised is what a sync casts to the engine's dtype.
         self.export(path, "bfloat16" if fp8 else "float32", fp8=fp8)
 
+    def save_weights(self, folder: str) -> None:
+        """Write the policy's parameters, without optimizer state. Collective."""
+        checkpoint.save_weights(folder, self.chunks, self.mesh)
+
     # The reference's checkpoint
 
     def save_reference(self, folder: str) -> None:

@@ -118,7 +118,7 @@ def _expect(tensor: StoredTensor, name: str, dtypes: set[str], shape: tuple[int,
 
 
 def _open_files(folder: Path) -> dict[str, StoredTensor]:
-    declared = _declared_files(folder)
+    declared = declared_files(folder)
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(declared.values())):
         handle = _open(file)
@@ -135,7 +135,7 @@ def _open_files(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _declared_files(folder: Path) -> dict[str, Path]:
+def declared_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index; a folder with a single file has no names here."""
     if (folder / SINGLE).is_file():
         return {"": folder / SINGLE}
