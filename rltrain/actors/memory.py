@@ -24,13 +24,23 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 def memory_now(root: Path = Path("/")) -> str:
     """``12.3 of 24.0 GiB of memory are in use``: of the container, where it has a limit."""
+    used, limit = _memory(root)
+    return f"{used / GIB:.1f} of {limit / GIB:.1f} GiB of memory are in use"
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Bytes: of the container, where it has a limit, else of the machine."""
+    return _memory(root)[1]
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """Bytes in use, and there are."""
     machine = psutil.virtual_memory()
-    used, limit = machine.total - machine.available, machine.total
     folder = root / "sys/fs/cgroup"
     own = {name: _read(folder, _CGROUPS[name]).strip() for name in ("used", "limit")}
-    if all(map(str.isdecimal, own.values())) and int(own["limit"]) < limit:
-        used, limit = int(own["used"]), int(own["limit"])
-    return f"{used / GIB:.1f} of {limit / GIB:.1f} GiB of memory are in use"
+    if all(map(str.isdecimal, own.values())) and int(own["limit"]) < machine.total:
+        return int(own["used"]), int(own["limit"])
+    return machine.total - machine.available, machine.total
 
 
 def killed(kills: int, now: str) -> str:

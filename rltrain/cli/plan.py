@@ -1,4 +1,8 @@
-"""``rltrain plan``: what a configuration needs, before anything is started. No GPU, no Ray."""
+"""``rltrain plan``: what a configuration needs, before anything is started. No GPU, no Ray.
+
+It plans for GPUs where ``--gpus`` or ``cluster.device=cuda`` says so, or this machine has some;
+else for the CPU of this machine, where such a run would compute.
+"""
 
 import argparse
 import sys
@@ -28,17 +32,19 @@ class Machine:
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Print placement, batch and memory; the exit status is 1 when the run does not fit.
+    """Print placement, batch and memory; the exit status is 1 when the run does not fit, or would
+    span nodes.
 
     Raises:
         ValueError: the configuration is wrong, or does not go with the model.
     """
+    from rltrain.cli.plan_cpu import Host, describe_cpu
     from rltrain.cli.plan_text import describe
     from rltrain.main import compose
 
     parser = argparse.ArgumentParser(prog="rltrain plan")
     parser.add_argument("overrides", nargs="+", metavar="+recipe=NAME or name=value")
-    parser.add_argument("--gpus", type=int, help="how many there are (as many as are needed)")
+    parser.add_argument("--gpus", type=int, help="how many there are (as many as it takes)")
     parser.add_argument(
         "--gpu-memory-gib", type=float, default=H100_GIB, help=f"of each ({H100_GIB}, an H100)"
     )
@@ -47,9 +53,14 @@ def plan(arguments: Sequence[str]) -> int:
     config = compose(options.overrides, options.config_dir)
     config, note = with_architecture(config)
     # With --gpus it is planned for another machine than this one.
-    arch = checked(config, "cuda" if options.gpus else device(config.cluster))
-    machine = Machine(options.gpus, int(options.gpu_memory_gib * GIB))
-    text, fits = describe(config, arch, machine, note, has_critic=needs_critic(config.algorithm))
+    where = "cuda" if options.gpus else device(config.cluster)
+    arch = checked(config, where)
+    has_critic = needs_critic(config.algorithm)
+    if where == "cpu":
+        text, fits = describe_cpu(config, arch, Host.this(), note, has_critic=has_critic)
+    else:
+        machine = Machine(options.gpus, int(options.gpu_memory_gib * GIB))
+        text, fits = describe(config, arch, machine, note, has_critic=has_critic)
     sys.stdout.write(text)
     return 0 if fits else 1
 

@@ -18,25 +18,22 @@ from rltrain.weights.stored import numel, owned
 if TYPE_CHECKING:
     from rltrain.cli.plan import Machine
 
-_SEVERAL_NODES = (
-    "no run spans nodes yet: policy ranks meet through a file of one host, and weights reach the",
-    "engines within it (controller/worker_group.py, weights/broadcast.py)",
-)
+ONE_NODE = "a run spans one node today"
 RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
 
 
 def describe(
     config: Config, arch: Architecture, machine: "Machine", note: str, *, has_critic: bool
 ) -> tuple[str, bool]:
-    """The whole text, and whether the run fits."""
+    """The whole text, and whether the run fits and can run."""
     placement = planned(config, machine)
     stages = range(config.policy.parallel.pp)
     policy = [policy_terms(config, arch, stage, has_critic=has_critic) for stage in stages]
     engine = engine_memory(config, arch, machine.memory) if config.engine_ranks else None
     blocks = [
-        _model(arch, note),
+        model_lines(arch, note),
         _placement(config, arch, machine, placement),
-        _batch(config, arch),
+        batch_lines(config, arch),
         _policy(config, arch, policy),
         _engine(config, engine) if engine else [],
         _turns(config, policy, engine) if engine and placement.colocated else [],
@@ -47,8 +44,11 @@ def describe(
         f"{gib(max(map(total, policy)))} the fullest policy rank",
         *(f"  {fault}" for fault in faults),
     ]
+    nodes = ceil(placement.num_gpus / NODE)
+    if nodes > 1:
+        verdict.append(f"cannot run: needs {nodes} nodes of {NODE} GPUs; {ONE_NODE}")
     text = "\n\n".join("\n".join(block) for block in (*blocks, verdict) if block)
-    return f"{text}\n", not faults
+    return f"{text}\n", not faults and nodes == 1
 
 
 def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: bool) -> list[Term]:
@@ -68,7 +68,7 @@ def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: 
     ]
 
 
-def _model(arch: Architecture, note: str) -> list[str]:
+def model_lines(arch: Architecture, note: str) -> list[str]:
     count = sum(numel(p) for p in owned(arch) if p.rule.kind != "buffer")
     experts = f", {arch.num_experts} experts, {arch.experts_per_token} a token"
     return [
@@ -87,7 +87,7 @@ def _placement(
         "placement",
         f"  policy: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} = {p.world_size} ranks; experts "
         f"over ep {p.ep} x etp {p.etp}",
-        *_stages(config, arch),
+        *stage_lines(config, arch),
     ]
     if placement.critic:
         lines.append(f"  critic: {p.world_size} ranks, placement={config.critic.placement}")
@@ -99,11 +99,11 @@ def _placement(
             * placement.colocated
         )
     nodes = ceil(placement.num_gpus / NODE)
-    lines.append(f"  GPUs: {placement.num_gpus}, {_number(nodes, 'node')} of {NODE}{there}")
-    return [*lines, *(f"    {line}" for line in _SEVERAL_NODES if nodes > 1)]
+    lines.append(f"  GPUs: {placement.num_gpus}, {number(nodes, 'node')} of {NODE}{there}")
+    return lines
 
 
-def _stages(config: Config, arch: Architecture) -> list[str]:
+def stage_lines(config: Config, arch: Architecture) -> list[str]:
     p = config.policy.parallel
     pipeline = Pipeline.of(p)
     lines = []
@@ -114,7 +114,7 @@ def _stages(config: Config, arch: Architecture) -> list[str]:
     return lines
 
 
-def _batch(config: Config, arch: Architecture) -> list[str]:
+def batch_lines(config: Config, arch: Architecture) -> list[str]:
     trainer, p, policy = config.trainer, config.policy.parallel, config.policy
     group = config.algorithm.group_size if config.algorithm.type == "rl" else 1
     update = memory.sequences_per_update(config)
@@ -123,9 +123,9 @@ def _batch(config: Config, arch: Architecture) -> list[str]:
     lines = [
         "batch",
         f"  {trainer.prompts_per_step} prompts x {group} responses = {sequences} sequences a step "
-        f"= {_number(trainer.mini_batches, 'update')} x {update} sequences",
+        f"= {number(trainer.mini_batches, 'update')} x {update} sequences",
         f"  {update} sequences / dp {p.dp} = {update // p.dp} a data-parallel rank and update, in "
-        f"at most {_number(memory.max_micro_batches(config), 'micro-batch')} of at most "
+        f"at most {number(memory.max_micro_batches(config), 'micro-batch')} of at most "
         f"{policy.max_tokens_per_micro_batch:,} tokens",
         f"  at most {sequences:,} x ({config.data.max_prompt_tokens:,} prompt + "
         f"{config.rollout.max_response_tokens:,} response) = {sequences * longest:,} tokens a step",
@@ -146,7 +146,7 @@ def _policy(config: Config, arch: Architecture, policy: list[list[Term]]) -> lis
     lines = [
         f"memory of a policy rank; stage {fullest} of {len(policy)} is the fullest",
         "  it holds " + ", ".join(f"{part} {n:,}" for part, n in parts.items()),
-        *_lines(policy[fullest]),
+        *term_lines(policy[fullest]),
     ]
     if len(policy) > 1:
         totals = ", ".join(f"{total(terms) / GIB:.1f}" for terms in policy)
@@ -155,8 +155,8 @@ def _policy(config: Config, arch: Architecture, policy: list[list[Term]]) -> lis
 
 
 def _engine(config: Config, engine: EngineMemory) -> list[str]:
-    lines = ["memory of an engine rank", *_lines(engine.terms)]
-    lines += ["  besides", *_lines(engine.outside)]
+    lines = ["memory of an engine rank", *term_lines(engine.terms)]
+    lines += ["  besides", *term_lines(engine.outside)]
     if engine.sequences < engine.wanted:
         lines.append(
             f"  of {engine.wanted} sequences at once {engine.sequences} can be of full length; "
@@ -178,7 +178,7 @@ def _turns(config: Config, policy: list[list[Term]], engine: EngineMemory) -> li
     ]
 
 
-def _lines(terms: Iterable[Term]) -> list[str]:
+def term_lines(terms: Iterable[Term]) -> list[str]:
     terms = list(terms)
     return [*map(_line, terms), f"  {total(terms) / GIB:9.3f} GiB"]
 
@@ -187,6 +187,6 @@ def _line(term: Term) -> str:
     return f"  {term.nbytes / GIB:9.3f} GiB  {term.what}: {term.how}"
 
 
-def _number(count: int, of: str) -> str:
+def number(count: int, of: str) -> str:
     plural = "" if count == 1 else "es" if of.endswith("ch") else "s"
     return f"{count:,} {of}{plural}"

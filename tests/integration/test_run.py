@@ -117,6 +117,12 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
     assert "all hold" in r3.output
     assert json.loads(json.loads((r3.folder / "versions.json").read_text())["engine"])["routes"]
     assert len(list(r3.folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    # Without checkpoints, the final weights are kept all the same.
+    last = r3.folder / "checkpoints" / "last"
+    assert sorted(path.name for path in last.iterdir()) == ["manifest.json", "policy", "state.json"]
+    assert rltrain(["export", str(last), str(tmp_path / "last")]) == 0
+    load_with_transformers(tmp_path / "last")
+    assert rltrain(["export", str(r3.folder), str(tmp_path / "no"), "--step", "2"]) == 2
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rltrain.cli.app import main as rltrain
 from rltrain.config.files import load
 from rltrain.controller import checkpoint
 from rltrain.data.problems import load_problems
@@ -31,7 +32,9 @@ OPTIONS = ("trainer.mini_batches=2", "checkpoint.every=2", "trainer.eval_every=2
 OPTIONS += ("optimizer.warmup_steps=1000", "optimizer.lr=0.1", "algorithm.aggregation=constant")
 
 
-def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(start: Any) -> None:
+def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
+    start: Any, tmp_path: Path
+) -> None:
     broken = start("broken", "trainer.steps=100000", *OPTIONS, recipe="sft_tiny")
     while 3 not in broken.metrics and broken.process.poll() is None:
         time.sleep(0.1)
@@ -55,6 +58,10 @@ def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(start: An
     weights = [load_file(run.folder / "model/model.safetensors") for run in (straight, resumed)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    last = straight.folder / "checkpoints" / "last"
+    assert rltrain(["export", str(last), str(tmp_path / "last")]) == 0
+    exported = load_file(tmp_path / "last" / "model.safetensors")
+    assert all(torch.equal(exported[name], weights[0][name]) for name in weights[0])
     checks = json.loads((straight.folder / "invariants.json").read_text())["checks"]
     assert {check["state"] for check in checks} == {"pass"}
 

@@ -130,10 +130,13 @@ def test_a_full_size_recipe_fits_its_cards(
     [command] = re.findall(r"^`rltrain plan (.+)`$", page, re.MULTILINE)
     assert f"+recipe={recipe} " in command and "--gpus" in command
     monkeypatch.chdir(ROOT)
-    assert plan(command.split()) == 0
+    nodes = int(command.partition("--gpus ")[2].split()[0]) // 8
+    assert plan(command.split()) == (0 if nodes == 1 else 1)
     printed = capsys.readouterr().out
     assert f"```\n{printed}```" in page
-    assert printed.splitlines()[-1].startswith("fits: ")
+    *_, verdict = printed.partition("\nfits: ")[2].splitlines()
+    assert (nodes == 1) == ("fullest policy rank" in verdict)
+    assert (nodes > 1) == verdict.startswith(f"cannot run: needs {nodes} nodes of 8 GPUs; a run")
 
 
 @pytest.mark.parametrize("recipe", FULL_SIZE)

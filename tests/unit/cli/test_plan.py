@@ -10,6 +10,8 @@ import pytest
 
 from rltrain.cli.app import main
 from rltrain.cli.plan import with_architecture
+from rltrain.cli.plan_cpu import Host, describe_cpu
+from rltrain.controller.model_checks import read_model
 from rltrain.main import compose
 from rltrain.parallel.memory import GIB
 from rltrain.policy.activations import micro_batches_in_flight
@@ -19,6 +21,7 @@ from rltrain.weights.families import read_architecture
 
 ROOT = Path(__file__).parents[3]
 RECIPE = "+recipe=grpo_qwen3_30b_a3b_8gpu"
+CUDA = "cluster.device=cuda"
 QWEN3 = read_architecture(ROOT / "conf" / "model" / "Qwen3-30B-A3B")
 LATENT = read_architecture(ROOT / "conf" / "model" / "Moonlight-16B-A3B")
 
@@ -33,6 +36,52 @@ def test_the_tiny_recipe_fits_one_gpu_in_turns(capsys: pytest.CaptureFixture[str
     assert "64 prompts x 8 responses = 512 sequences a step = 4 updates x 128" in text
     assert "model: qwen3_moe, 2,643,328 parameters, 4 layers, 32 experts, 4 a token" in text
     assert "  engines: 1 x 1 = 1 ranks, in turns with the policy on its GPUs\n  GPUs: 1," in text
+
+
+def test_several_nodes_are_refused_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """Though each rank fits its card."""
+    text = printed(capsys, "+recipe=grpo_qwen3_30b_a3b_32gpu", "--gpus", "32", status=1)
+    *_, verdict, last = text.splitlines()
+    assert verdict.startswith("fits: ")
+    assert last == "cannot run: needs 4 nodes of 8 GPUs; a run spans one node today"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        ([], "cpu"),
+        (["cluster.device=cpu"], "cpu"),
+        (["--gpus=1"], "cuda"),
+        ([CUDA], "cuda"),
+    ],
+)
+def test_without_gpus_it_plans_for_the_cpu_unless_told_otherwise(
+    overrides: list[str],
+    where: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rltrain.controller.machine.count_gpus", lambda: 0)
+    text = printed(capsys, "+recipe=grpo_moe_r3", *overrides, status=0)
+    assert ("on the CPU of this machine" in text) == (where == "cpu")
+    assert ("  GPUs: " in text) == (where == "cuda")
+
+
+def test_the_parts_of_a_machine_add_up() -> None:
+    """All ranks of all stages, a critic's too, the engines and the controller."""
+    config = compose(["+recipe=ppo_moe_r3", "policy=tp2_pp2", "rollout.num_engines=3"])
+    arch = read_model(config)
+    text, fits = describe_cpu(config, arch, Host(4, 64 * GIB), "note", has_critic=True)
+    assert fits and "11 ranks in all share 4 cores" in text
+    sizes = [float(n) for n in re.findall(r"^ +([\d.]+) GiB(?:  .*)?$", text, re.MULTILINE)]
+    policy, critic, engines, controller, whole = sizes[-5:]
+    assert whole == pytest.approx(policy + critic + engines + controller, abs=0.003)
+    assert engines == pytest.approx(3 * sizes[-6], abs=0.003)
+    assert 4 < policy < 8 and 4 < critic < 8  # four ranks of each, at least 1 GiB
+    small, fits = describe_cpu(config, arch, Host(4, 8 * GIB), "note", has_critic=True)
+    assert not fits and f"{whole - 8:.2f} GiB too much; most is 3 engine ranks" in small
+    slow, fits = describe_cpu(config, arch, Host(2, 64 * GIB), "note", has_critic=True)
+    assert not fits and "11 ranks on 2 cores, at most 4 a core" in slow
 
 
 def test_turns_on_one_gpu_are_added_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,13 +152,13 @@ def test_a_folder_of_the_users_own_goes_first(tmp_path: Path) -> None:
 
 
 def test_a_reference_and_a_critic_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "+recipe=grpo_moe_r3", "algorithm.kl.coef=0.01", status=0)
+    text = printed(capsys, "+recipe=grpo_moe_r3", "algorithm.kl.coef=0.01", CUDA, status=0)
     assert "  reference: 2,643,328 x 2\n" in text
     # 272 rows of 128 less one row.
-    text = printed(capsys, "+recipe=ppo_moe_r3", status=0)
+    text = printed(capsys, "+recipe=ppo_moe_r3", CUDA, status=0)
     assert f"critic's gradients: {2_643_584 - 271 * 128:,} x 4" in text
     assert "GPUs: 2," in text
-    text = printed(capsys, "+recipe=ppo_moe_r3", "critic.placement=own", status=0)
+    text = printed(capsys, "+recipe=ppo_moe_r3", "critic.placement=own", CUDA, status=0)
     assert "GPUs: 3," in text and "critic's" not in text.partition("memory of a policy")[2]
 
 
