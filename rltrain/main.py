@@ -108,10 +108,8 @@ def fail(what: str, error: Exception, status: int) -> int:
     """Say why in the terminal: an error that was not written for users with its class."""
     if os.environ.get("RLTRAIN_DEBUG") == "1":
         raise error
-    from rltrain.actors.last_error import plain
-
     error = getattr(error, "cause", None) or error
-    text = redacted_text(plain(str(error)), os.environ)
+    text = redacted_text(str(error), os.environ)
     if not isinstance(error, ValueError | RuntimeError | OSError):
         text = f"{type(error).__name__}: {text}"
     sys.stderr.write(f"rltrain: {what}\n  {text.replace(chr(10), chr(10) + '  ')}\n")

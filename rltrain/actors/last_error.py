@@ -8,9 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rltrain.config.redact import plain
+
 LONGEST = 12
 """Lines of an error's text."""
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _PREFIX = re.compile(
     r"^(?:\((?:EngineCore|Worker|APIServer)[^)]*pid=\d+\) ?)?"
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\S+ )?\[[^\]]+:\d+\] ?)?"
@@ -67,12 +68,6 @@ class _Line(NamedTuple):
     source: str
     """Which process and logger wrote it, as far as it says so."""
     text: str
-
-
-def plain(text: str) -> str:
-    """``text`` without terminal codes, and of each line what was there last."""
-    lines = _ANSI.sub("", text).replace("\r\n", "\n").split("\n")
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def last_error(log: str, within: int | None = None) -> LastError | None:

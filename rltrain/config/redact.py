@@ -1,4 +1,4 @@
-"""Takes secrets out of what is written to disk or sent to a server."""
+"""Takes secrets, and terminal codes, out of what is written to disk or sent to a server."""
 
 import re
 from collections.abc import Mapping
@@ -14,14 +14,22 @@ SPECIAL_TOKEN = re.compile(r"(^|_)(pad|eos|bos|unk|mask)_token$", re.I)
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
+_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _ASSIGNED = re.compile(r"""([\w.\-]+)(["']?\s*[=:]\s*["']?)([^\s"',;]{8,})""")
 SHORTEST = 8
 """Characters of a secret in the environment: shorter ones would be found in other words."""
 
 
+def plain(text: str) -> str:
+    """``text`` without terminal codes, and of each line what was there last."""
+    lines = _ANSI.sub("", text).replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+
+
 def redacted_text(text: str, environment: Mapping[str, str]) -> str:
     """``text`` without the values of secret-looking variables of the environment, without what is
-    assigned to a secret-looking name in it, and without logins in URLs."""
+    assigned to a secret-looking name in it, without logins in URLs, and `plain`."""
+    text = plain(text)
     for name, value in environment.items():
         if SECRET_KEY.search(name) and len(value) >= SHORTEST:
             text = text.replace(value, REDACTED)

