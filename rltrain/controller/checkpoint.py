@@ -127,8 +127,8 @@ def _write(
 def _remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)  # what then stands in the way, the rename names
 
 
 def _free(target: Path) -> str:

@@ -125,3 +125,9 @@ def test_terminal_codes_and_rays_frames_go() -> None:
         "KeyError: 'who'",
     ]
     assert last_line(":job_id:01000000\nloading\n(EngineCore pid=5) \n") == "loading"
+
+
+def test_the_last_of_several_errors_counts() -> None:
+    log = f"{START}{FRAME}KeyError: 'handled'\n\n{START}{FRAME}ValueError: the end\n"
+    error = last_error(log)
+    assert error is not None and error.text == "ValueError: the end"
