@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltrain.data.tiny_model import save_atomically
+from rltrain.data.cache import save_atomically
 from rltrain.data.tokenizer import tiny_tokenizer
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.export import write_huggingface

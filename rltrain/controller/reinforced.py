@@ -54,7 +54,12 @@ def run(config: Config, data: RunData) -> None:
         weight_sync = WeightSync(policy, engines, carrier, config.cluster.call_timeout_s)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
-        prompts = PromptLoader(problems.train, config.prompts_per_round, config.trainer.seed)
+        prompts = PromptLoader(
+            problems.train,
+            config.prompts_per_round,
+            config.trainer.seed,
+            repeat=config.data.repeat_in_step,
+        )
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
         card = find_card(name_of(placed.gpu_ids))

@@ -69,7 +69,7 @@ def _looks(config: Config, model: Architecture, found: RunData, num_trials: int)
         )
         found.problems = replace(found.problems, train=train, held_out=held_out)
     num_prompts = config.trainer.prompts_per_step if taught else config.prompts_per_round
-    check_step_size(len(found.problems.train), num_prompts)
+    check_step_size(len(found.problems.train), num_prompts, config.data.repeat_in_step)
     yield
     if not taught:
         trials = try_rewards(config.data.reward, found.problems.train, num_trials)

@@ -22,11 +22,12 @@ from rltrain.controller.noise import Precision, bound_for, trainer_precision
 from rltrain.controller.policy_group import PolicyGroup
 from rltrain.controller.run_data import RunData
 from rltrain.controller.speed import Speed
+from rltrain.data.cache import save_atomically
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problem import Problem
 from rltrain.data.problems import load_problems
 from rltrain.data.targets import with_targets
-from rltrain.data.tiny_model import build_random_model, save_atomically, warm_started_path
+from rltrain.data.tiny_model import build_random_model, warm_started_path
 from rltrain.tracking.gpus import name_of
 from rltrain.tracking.roofline import find_card
 from rltrain.tracking.timers import StepTimer
@@ -48,7 +49,12 @@ def run(config: Config, data: RunData) -> None:
     with cluster(config) as placed:
         speed = Speed.of(config, arch, placed.placement, find_card(name_of(placed.gpu_ids)))
         policy = PolicyGroup(config, str(path), placed)
-        prompts = PromptLoader(problems.train, config.trainer.prompts_per_step, config.trainer.seed)
+        prompts = PromptLoader(
+            problems.train,
+            config.trainer.prompts_per_step,
+            config.trainer.seed,
+            repeat=config.data.repeat_in_step,
+        )
         trainer = SupervisedTrainer(
             config,
             prompts,

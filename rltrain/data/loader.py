@@ -17,16 +17,20 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 class PromptLoader:
     """Lists of ``prompts_per_step`` problems, without end, shuffled anew every epoch.
 
-    One list never holds a problem twice: what an epoch leaves over after its last full step is
-    not used in that epoch. ``state_dict`` is plain JSON data; loading it into a new loader over
-    the same problems goes on exactly where the old one stopped.
+    One list never holds a problem twice, unless there are too few and ``repeat`` allows it: then a
+    step is an epoch, and takes all of them equally often, or some once more. What an epoch leaves
+    over after its last full step is not used in that epoch. ``state_dict`` is plain JSON data;
+    loading it into a new loader over the same problems goes on exactly where the old one stopped.
 
     Raises:
-        ValueError: when there are fewer problems than one step needs.
+        ValueError: when there is no problem, or there are fewer than one step needs and they must
+            not repeat.
     """
 
-    def __init__(self, problems: Sequence[Problem], prompts_per_step: int, seed: int) -> None:
-        check_step_size(len(problems), prompts_per_step)
+    def __init__(
+        self, problems: Sequence[Problem], prompts_per_step: int, seed: int, repeat: bool = False
+    ) -> None:
+        check_step_size(len(problems), prompts_per_step, repeat)
         self._fingerprint = _fingerprint(problems, prompts_per_step, seed)
         self._loader: StatefulDataLoader[list[Problem]] = StatefulDataLoader(
             problems,  # type: ignore[arg-type]  # a sequence is a map-style dataset
@@ -91,7 +95,7 @@ class _Position:
 
     def __next__(self) -> list[int]:
         size = self.sampler.prompts_per_step
-        if (self.step + 1) * size > self.sampler.num_problems:
+        if (self.step + 1) * size > len(self.order):
             self.load_state_dict({"epoch": self.epoch + 1, "step": 0})
         start = self.step * size
         self.step += 1
@@ -102,6 +106,9 @@ class _Position:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.step = state["epoch"], state["step"]
-        self.order = list(range(self.sampler.num_problems))
         # A string seed is hashed, so epochs of neighbouring seeds are unrelated.
-        random.Random(f"{self.sampler.seed}/{self.epoch}").shuffle(self.order)
+        shuffler = random.Random(f"{self.sampler.seed}/{self.epoch}")
+        self.order = list(range(self.sampler.num_problems))
+        shuffler.shuffle(self.order)
+        while len(self.order) < self.sampler.prompts_per_step:
+            self.order += self.order[: self.sampler.prompts_per_step - len(self.order)]

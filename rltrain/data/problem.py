@@ -21,6 +21,7 @@ class Problem:
 
     ``prompt`` is the exact text of ``prompt_tokens`` (without tokens that the tokenizer adds), and
     ``columns`` is everything else the dataset says about the row; it reaches the reward function.
+    ``answer`` and ``columns`` are plain JSON values (``rltrain.data.json_values``).
     """
 
     prompt_tokens: tuple[int, ...]
@@ -40,17 +41,22 @@ class Problem:
 class Problems:
     """Three sets that share no prompt, and a report of each source that was read.
 
+    With ``evaluated_on_train`` the held-out problems are training problems, by the user's choice.
+
     Raises:
-        ValueError: when two of them share one.
+        ValueError: when two sets share a prompt and that was not chosen.
     """
 
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     warm_start: tuple[Problem, ...] = ()
     reports: tuple[SourceReport, ...] = field(default=(), compare=False)
+    evaluated_on_train: bool = False
 
     def __post_init__(self) -> None:
         parts = {"train": self.train, "held-out": self.held_out, "warm-start": self.warm_start}
+        if self.evaluated_on_train:
+            del parts["held-out"]
         seen: dict[str, str] = {}
         for name, problems in parts.items():
             shared = [p for p in problems if p.id in seen]
@@ -58,17 +64,22 @@ class Problems:
                 raise ValueError(
                     f"{len(shared)} {name} problems are also {seen[shared[0].id]} problems, "
                     f"e.g. {shorten(shared[0].prompt)!r}. "
-                    "Sets must not overlap, or the evaluation measures memory: take them out of one"
+                    "Sets must not overlap, or the evaluation measures memory: take them out of "
+                    "one. To measure memory on purpose drop data.eval_path and set "
+                    "data.eval_on_train=true"
                 )
             seen |= {p.id: name for p in problems}
 
 
-def check_step_size(num_problems: int, prompts_per_step: int) -> None:
-    """ValueError when there are fewer problems than one step needs."""
-    if num_problems < prompts_per_step:
+def check_step_size(num_problems: int, prompts_per_step: int, repeat: bool = False) -> None:
+    """Raises ValueError when there are too few problems for a step, which may ``repeat`` them."""
+    if num_problems == 0:
+        raise ValueError("there are no problems to train on")
+    if num_problems < prompts_per_step and not repeat:
         raise ValueError(
             f"a step takes {prompts_per_step} different prompts (trainer.prompts_per_step and "
-            f"what rollout.oversample adds) and there are {num_problems}: lower it or add data"
+            f"what rollout.oversample adds) and there are {num_problems}: lower it, add data, or "
+            "let a step take a prompt several times with data.repeat_in_step=true"
         )
 
 

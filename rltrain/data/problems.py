@@ -2,151 +2,140 @@
 
 import logging
 import random
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from rltrain.config import Config
 from rltrain.config.data import DataConfig
+from rltrain.data.answers import rule_of
 from rltrain.data.arithmetic import arithmetic_rows
-from rltrain.data.columns import MISSING, find, kind_of, leaves, listed
-from rltrain.data.problem import RESERVED_COLUMNS, Problem, Problems
-from rltrain.data.prompts import Tokenizer, encode_prompt
-from rltrain.data.report import Column, Dropped, SourceReport, Use
-from rltrain.data.sources import Row, read_rows, reasoning_gym_rows
+from rltrain.data.encoding import Made, encode_rows, log_report
+from rltrain.data.paths import find_files
+from rltrain.data.problem import Problem, Problems
+from rltrain.data.prompts import Tokenizer
+from rltrain.data.report import SourceReport
+from rltrain.data.sources import numbered, read_rows, reasoning_gym_rows
 
 logger = logging.getLogger(__name__)
 
 
-NUM_LOOKED_AT = 100
-"""Rows whose columns are reported."""
-
-
 def problems_of(config: Config, tokenizer: Tokenizer) -> Problems:
     """The problems of a run, reports included; raises as `load_problems`."""
-    return load_problems(config.data, tokenizer, config.model.tiny.warm_start.num_problems)
+    return load_problems(
+        config.data,
+        tokenizer,
+        config.model.tiny.warm_start.num_problems,
+        taught=config.algorithm.type == "sft",
+        evaluated=config.trainer.eval_every > 0,
+        cache_dir=Path(config.model.cache_dir).expanduser(),
+    )
 
 
-def load_problems(config: DataConfig, tokenizer: Tokenizer, num_warm_start: int = 0) -> Problems:
+def load_problems(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    num_warm_start: int = 0,
+    *,
+    taught: bool = False,
+    evaluated: bool = True,
+    cache_dir: Path | None = None,
+) -> Problems:
     """Read or generate the problems, apply the chat template, tokenize, and split.
 
-    ``num_warm_start`` problems are set aside for supervised steps by the arithmetic source; the
-    other sources have no warm-start set. A prompt that comes again is kept once.
+    Args:
+        num_warm_start: problems that the arithmetic source sets aside for supervised steps; the
+            other sources have no warm-start set
+        taught: answers are what the model is taught, so they must be text, and a prompt may have
+            several
+        evaluated: the run evaluates; one that does not gives no problem away to be held out
+        cache_dir: where problems of files are kept for the next start
 
     Raises:
-        ValueError: no such file, no row, a column is missing, a prompt that is too long or not
-            a prompt, or sets that overlap.
+        ValueError: no such file, no row, rows that cannot be used, or sets that overlap.
     """
+    num_held_out = config.eval_size if evaluated else 0
     if config.source == "arithmetic":
-        rows = arithmetic_rows(num_warm_start, config.eval_size, config.size, config.seed)
-        generated = config.model_copy(update={"prompt_column": "prompt", "answer_column": "answer"})
-        parts = {k: encode_rows(v, generated, tokenizer, k) for k, v in rows.items() if v}
-        problems = {k: v for k, (v, _) in parts.items()}
-        return Problems(**problems, reports=tuple(report for _, report in parts.values()))
+        return _arithmetic(config, tokenizer, num_warm_start, num_held_out)
     if config.source == "reasoning_gym":
-        rows_found = reasoning_gym_rows(config, config.size + config.eval_size)
-        return _hold_out(*encode_rows(rows_found, config, tokenizer, f"{config.task}"), config)
+        rows = reasoning_gym_rows(config, config.size + num_held_out * (not config.eval_on_train))
+        rule = rule_of(config.reward.function, taught)
+        source = f"reasoning-gym's {config.task}"
+        made = encode_rows(numbered(rows, source), config, tokenizer, source, rule)
+        log_report(made[1])
+        return _split(*made, config, num_held_out)
     assert config.path is not None
-    train_rows = read_rows(config.source, config.path, config.split)
-    train, report = encode_rows(train_rows, config, tokenizer, config.path)
+    train, report = _of_file(config, tokenizer, config.path, config.split, taught, cache_dir)
     if config.eval_path is None and config.eval_split is None:
-        return _hold_out(train, report, config)
+        return _split(train, report, config, num_held_out)
     eval_path, eval_split = config.eval_path or config.path, config.eval_split or config.split
-    eval_rows = read_rows(config.source, eval_path, eval_split)
-    held_out, eval_report = encode_rows(eval_rows, config, tokenizer, f"{eval_path}")
-    return Problems(train, held_out[: config.eval_size], reports=(report, eval_report))
+    held_out, eval_report = _of_file(config, tokenizer, eval_path, eval_split, taught, cache_dir)
+    return Problems(train, held_out[:num_held_out], reports=(report, eval_report))
 
 
-def encode_rows(
-    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, where: str
-) -> tuple[tuple[Problem, ...], SourceReport]:
-    """Problems of ``rows`` in their order. Rows too long are dropped or refused, as configured.
-
-    Raises:
-        ValueError: as ``load_problems``; the message names ``where`` and the row.
-    """
-    problems: dict[str, Problem] = {}
-    num_long, first_long = 0, ""
-    for number, row in enumerate(rows):
-        place = f"{where}, row {number}"
-        problem = _encode_row(row, config, tokenizer, place)
-        if len(problem.prompt_tokens) > config.max_prompt_tokens:
-            message = (
-                f"{place}: the prompt has {len(problem.prompt_tokens)} tokens and "
-                f"data.max_prompt_tokens is {config.max_prompt_tokens}"
-            )
-            if config.on_long_prompt == "error":
-                raise ValueError(
-                    f"{message}: raise it, or set data.on_long_prompt=drop to leave such rows out"
-                )
-            num_long, first_long = num_long + 1, first_long or message
-        else:
-            problems.setdefault(problem.id, problem)
-    num_repeated = len(rows) - num_long - len(problems)
-    for number, what in (
-        (num_long, "with a long prompt"),
-        (num_repeated, "with a repeated prompt"),
-    ):
-        if number:
-            logger.warning("%s: left out %d of %d rows %s", where, number, len(rows), what)
-    if rows and not problems:
-        raise ValueError(
-            f"{where}: all {len(rows)} prompts are longer than data.max_prompt_tokens="
-            f"{config.max_prompt_tokens}: raise it"
-        )
-    report = SourceReport(
-        where,
-        rows=len(rows),
-        kept=len(problems),
-        repeats=num_repeated,
-        dropped={"the prompt is too long": Dropped(num_long, first_long)} if num_long else {},
-        columns=columns_of(rows[:NUM_LOOKED_AT], config),
-    )
-    return tuple(problems.values()), report
-
-
-def columns_of(rows: Sequence[Row], config: DataConfig) -> tuple[Column, ...]:
-    """The columns of some rows and how each is read."""
-    kinds: dict[str, dict[str, None]] = {}
-    for row in rows:
-        for name, value in leaves(row):
-            kinds.setdefault(name, {})[kind_of(value)] = None
-    uses: dict[str, Use] = {config.prompt_column: "prompt", config.answer_column: "answer"}
-    return tuple(
-        Column(name, tuple(found), uses.get(name, "column")) for name, found in kinds.items()
+def _arithmetic(
+    config: DataConfig, tokenizer: Tokenizer, num_warm_start: int, num_held_out: int
+) -> Problems:
+    generated = config.model_copy(update={"prompt_column": "prompt", "answer_column": "answer"})
+    parts: dict[str, tuple[Problem, ...]] = {}
+    reports = []
+    rows_of = arithmetic_rows(num_warm_start, config.eval_size, config.size, config.seed)
+    for name, rows in rows_of.items():
+        if rows:
+            found = numbered(rows, f"arithmetic, {name}")
+            parts[name], report = encode_rows(found, generated, tokenizer, name, "compared")
+            reports.append(report)
+    held_out = parts.get("held_out", ())[:num_held_out]
+    if config.eval_on_train:
+        held_out = parts["train"][:num_held_out]
+    return Problems(
+        parts["train"],
+        held_out,
+        parts.get("warm_start", ()),
+        reports=tuple(reports),
+        evaluated_on_train=config.eval_on_train,
     )
 
 
-def _encode_row(row: Row, config: DataConfig, tokenizer: Tokenizer, place: str) -> Problem:
-    rest: dict[str, Any] = dict(row)
-    for option in ("prompt_column", "answer_column"):
-        name = getattr(config, option)
-        if find(row, name) is MISSING:
-            raise ValueError(
-                f"{place} has no column {name!r}; columns found: {listed(row)}. "
-                f"Name the right one with data.{option}"
-            )
-        rest.pop(name, None)
-    clash = sorted(RESERVED_COLUMNS & rest.keys())
-    if clash:
-        raise ValueError(
-            f"{place}: column {clash[0]!r} is the name of an argument that reward functions get "
-            "from us: rename it"
-        )
-    try:
-        text, tokens = encode_prompt(find(row, config.prompt_column), tokenizer, config.as_chat)
-    except ValueError as error:
-        raise ValueError(f"{place}, column {config.prompt_column!r}: {error}") from error
-    if not tokens:
-        raise ValueError(f"{place}: the prompt in column {config.prompt_column!r} is empty")
-    return Problem(tokens, text, find(row, config.answer_column), rest)
+def _of_file(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    path: str,
+    split: str,
+    taught: bool,
+    cache_dir: Path | None,
+) -> Made:
+    rule = rule_of(config.reward.function, taught)
+
+    def make() -> Made:
+        return encode_rows(read_rows(config, path, split), config, tokenizer, path, rule)
+
+    from rltrain.data.problem_cache import cache_key, cached  # imports pyarrow
+
+    files = find_files(config.source, path)
+    key = cache_key(files, split, config, rule, tokenizer) if cache_dir else None
+    made = (
+        make() if cache_dir is None or key is None else cached(cache_dir / f"data-{key[:16]}", make)
+    )
+    log_report(made[1])
+    return made
 
 
-def _hold_out(problems: tuple[Problem, ...], report: SourceReport, config: DataConfig) -> Problems:
-    if len(problems) <= config.eval_size:
+def _split(
+    problems: tuple[Problem, ...], report: SourceReport, config: DataConfig, num_held_out: int
+) -> Problems:
+    """Draw what is held out, whole prompts at a time."""
+    if num_held_out == 0:
+        return Problems(problems, (), reports=(report,))
+    shuffled = random.Random(config.seed).sample(problems, len(problems))
+    if config.eval_on_train:
+        drawn = tuple(shuffled[:num_held_out])
+        return Problems(problems, drawn, reports=(report,), evaluated_on_train=True)
+    held_out = {problem.id for problem in shuffled[-num_held_out:]}
+    train = tuple(problem for problem in shuffled if problem.id not in held_out)
+    if not train:
         raise ValueError(
             f"{len(problems)} problems leave none to train on after data.eval_size="
-            f"{config.eval_size} are held out: lower it or set data.eval_path"
+            f"{config.eval_size} are held out: lower it, set data.eval_path, hold out none with "
+            "data.eval_size=0, or evaluate on training problems with data.eval_on_train=true"
         )
-    shuffled = random.Random(config.seed).sample(problems, len(problems))
-    cut = len(shuffled) - config.eval_size
-    return Problems(tuple(shuffled[:cut]), tuple(shuffled[cut:]), reports=(report,))
+    rest = tuple(problem for problem in shuffled if problem.id in held_out)
+    return Problems(train, rest, reports=(report,))

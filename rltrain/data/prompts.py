@@ -1,22 +1,21 @@
 """From a prompt, text or chat messages, to tokens: the one place where a template is applied."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-Messages = list[dict[str, Any]]
+from rltrain.data.chat_template import Templated, apply_template
+from rltrain.data.messages import Messages, read_prompt
+
+Tokens = tuple[int, ...]
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Templated, Protocol):
     """What we use of a Hugging Face tokenizer."""
 
-    chat_template: Any
     eos_token_id: Any
     all_special_tokens: Sequence[str]
 
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
-    def apply_chat_template(
-        self, conversation: Messages, *, add_generation_prompt: bool, tokenize: bool
-    ) -> Any: ...
+    def __call__(self, text: Any, *, add_special_tokens: bool) -> Any: ...
     def decode(
         self,
         token_ids: Sequence[int],
@@ -26,9 +25,7 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
-def encode_prompt(
-    prompt: object, tokenizer: Tokenizer, as_chat: bool
-) -> tuple[str, tuple[int, ...]]:
+def encode_prompt(prompt: object, tokenizer: Tokenizer, as_chat: bool) -> tuple[str, Tokens]:
     """Text and tokens of a prompt that is a string or a list of chat messages.
 
     A string becomes one user message with ``as_chat``. A template writes its own special tokens;
@@ -37,29 +34,38 @@ def encode_prompt(
     Raises:
         ValueError: for anything else, or for messages when the tokenizer has no chat template.
     """
-    if isinstance(prompt, str) and not as_chat:
-        return prompt, tuple(tokenizer(prompt, add_special_tokens=True)["input_ids"])
-    single = [{"role": "user", "content": prompt}]
-    messages = single if isinstance(prompt, str) else _check_messages(prompt)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "the prompt is chat messages and the model's tokenizer has no chat_template: "
-            "use a model that has one, or give the prompt as text"
-        )
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text, templated = render(read_prompt(prompt, "prompt"), tokenizer, as_chat)
+    return text, encode_texts([text], tokenizer, templated)[0]
 
 
-def encode_response(response: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def render(
+    prompt: str | Messages,
+    tokenizer: Tokenizer,
+    as_chat: bool,
+    tools: list[dict[str, Any]] | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> tuple[str, bool]:
+    """The text that the model reads, and whether a chat template wrote it.
+
+    Raises:
+        BadRow: the template refuses the messages, or leaves one out.
+        ValueError: there is no template, or it does not read what is given to it.
+    """
+    if isinstance(prompt, str):
+        if not as_chat:
+            return prompt, False
+        prompt = [{"role": "user", "content": prompt}]
+    return apply_template(prompt, tokenizer, tools, template_args or {}), True
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, templated: bool) -> list[Tokens]:
+    """Tokens of each text; one that no template wrote gets the tokenizer's special tokens."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
+    return [tuple(tokens) for tokens in encoded]
+
+
+def encode_response(response: str, tokenizer: Tokenizer) -> Tokens:
     """Tokens of a supervised response, with the end-of-sequence token that sampled ones end in."""
     return (*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-
-
-def _check_messages(messages: object) -> Messages:
-    expected = "expected text or a list of messages like {'role': 'user', 'content': '...'}"
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{expected}, found {type(messages).__name__} {str(messages)[:80]!r}")
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"{expected}, found the message {str(message)[:80]}")
-    return messages

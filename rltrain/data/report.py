@@ -37,7 +37,9 @@ class SourceReport:
     rows: int
     kept: int
     repeats: int = 0
-    """Rows with the prompt and answer of an earlier one."""
+    """Rows with the prompt and answer of an earlier one, which is kept."""
+    other_columns: dict[str, int] = field(default_factory=dict)
+    """Columns in which repeats differ from the row that is kept, and in how many."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
     """By reason, e.g. ``the prompt is too long``."""
     columns: tuple[Column, ...] = ()

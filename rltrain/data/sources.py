@@ -1,31 +1,61 @@
-"""Rows of the datasets we read: JSONL, Parquet, a Hugging Face dataset folder, reasoning-gym."""
+"""Rows of the datasets we read: JSON, Parquet, a Hugging Face dataset folder, reasoning-gym."""
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from rltrain.config.data import DataConfig
+from rltrain.data.bad_rows import BadRow
+from rltrain.data.json_rows import SameAs, json_rows
+from rltrain.data.paths import SUFFIXES, find_files
 
 Row = dict[str, Any]
 
 
-def read_rows(source: str, path: str, split: str) -> list[Row]:
-    """All rows of a file or folder, in its order.
+class Found(NamedTuple):
+    """A row of a file, counted from 0: itself, why it cannot be read, or which one it repeats."""
+
+    file: str
+    number: int
+    row: Row | BadRow | SameAs
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, row {self.number}"
+
+
+def read_rows(
+    config: DataConfig, path: str, split: str = "train", key: str = "data.path"
+) -> Iterator[Found]:
+    """All rows of what ``path`` names, in its order; ``key`` is where it was set.
 
     Raises:
-        ValueError: nothing at ``path``, it cannot be parsed, it has no ``split`` or no row.
+        ValueError: nothing at ``path``, a file that cannot be read, or no ``split``.
     """
-    where = Path(path).expanduser()
-    if not where.exists():
-        raise ValueError(f"data.path: there is no file or folder {where}")
-    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet}
-    rows = readers[source](where) if source in readers else _read_huggingface(where, split)
-    if not rows:
-        raise ValueError(f"{where} has no rows: a dataset needs at least one")
-    return rows
+    # These import pyarrow, and the command line answers mistakes before that.
+    from rltrain.data.arrow_rows import parquet_rows, table_rows
+    from rltrain.data.hub_folder import saved_dataset, split_files
+
+    files = find_files(config.source, path, key)
+    if config.source == "huggingface":
+        (folder,) = files
+        saved = saved_dataset(folder, split, config.name)
+        if saved is not None:
+            yield from numbered(table_rows(saved), str(folder))
+            return
+        files = split_files(folder, split, config.name)
+    for file in files:
+        parquet = config.source == "parquet" or file.suffix.lower() in SUFFIXES["parquet"]
+        try:
+            yield from numbered(parquet_rows(file) if parquet else json_rows(file), str(file))
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
 
 
-def reasoning_gym_rows(config: DataConfig, num_rows: int) -> list[Row]:
+def numbered(rows: Iterable[Row | BadRow | SameAs], file: str) -> Iterator[Found]:
+    return (Found(file, number, row) for number, row in enumerate(rows))
+
+
+def reasoning_gym_rows(config: DataConfig, num_rows: int) -> Iterator[Row]:
     """Problems of a reasoning-gym task; ``question`` and ``metadata`` are what its scorer needs.
 
     Raises:
@@ -39,56 +69,9 @@ def reasoning_gym_rows(config: DataConfig, num_rows: int) -> list[Row]:
         )
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(f"reasoning-gym refuses data.task={config.task}: {error}") from error
-    return [
-        {
-            config.prompt_column: item["question"],
-            config.answer_column: item["answer"],
-            "question": item["question"],
-            "metadata": item["metadata"],
-        }
-        for item in items
-    ]
-
-
-def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"{path}, line {number}: expected an object, found {type(row).__name__}"
-                )
-            rows.append(row)
-    return rows
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow.parquet
-
-    try:
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    return rows
-
-
-def _read_huggingface(path: Path, split: str) -> list[Row]:
-    """A folder that ``Dataset.save_to_disk`` wrote, or one of data files as on the hub."""
-    # Slow to import, and of use to this source alone.
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-    found = load_from_disk(str(path)) if saved else load_dataset(str(path))
-    if isinstance(found, DatasetDict):
-        if split not in found:
-            splits = ", ".join(found)
-            raise ValueError(f"{path} has no split {split!r} but {splits}: set data.split")
-        found = found[split]
-    rows: list[Row] = found.to_list()
-    return rows
+    for item in items:
+        row = {"question": item["question"], "metadata": item["metadata"]}
+        row[config.prompt_column] = item["question"]
+        if config.answer_column is not None:
+            row[config.answer_column] = item["answer"]
+        yield row

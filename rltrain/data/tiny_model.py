@@ -3,10 +3,6 @@
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +10,7 @@ from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rltrain.config.model import ModelConfig, TinyModel
+from rltrain.data.cache import save_atomically
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,28 +36,6 @@ def build_random_model(model: ModelConfig) -> Path:
         save_atomically(path, lambda folder: save_tiny_model(model.tiny, folder))
         logger.info("built the tiny model in %s", path)
     return path
-
-
-def save_atomically(path: Path, save: Callable[[Path], object]) -> None:
-    """Run ``save`` on a folder beside ``path`` and rename it there: a cache is whole or absent.
-
-    Raises:
-        ValueError: when the folder cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {path.parent} ({error.strerror}): set model.cache_dir to a folder "
-            "that can be written"
-        ) from error
-    try:
-        save(folder)
-        if not path.exists():  # another process may have been faster
-            os.rename(folder, path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_tiny_model(tiny: TinyModel, folder: Path) -> None:

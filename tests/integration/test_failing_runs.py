@@ -110,7 +110,7 @@ def test_a_cluster_that_nobody_can_join_ends_at_once(
     ("name", "rows", "message"),
     [
         ("empty", [], "empty.jsonl has no rows: a dataset needs at least one"),
-        ("column", [{"prompt": "1+1="}], "row 0 has no column 'answer'; columns found: 'prompt'"),
+        ("column", [{"prompt": "1+1="}], "row 0: no column 'answer': columns found: 'prompt'"),
         ("long", [{"prompt": "1" * 100, "answer": "1"}], "row 0: the prompt has 101 tokens"),
     ],
 )

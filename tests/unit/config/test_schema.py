@@ -29,6 +29,8 @@ def nested(dotted: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+JSONL: dict[str, Any] = {"data.source": "jsonl", "data.path": "x.jsonl"}
+
 IMPOSSIBLE = [
     (
         {"algorithm.group_size": 1, "algorithm.dynamic_sampling.max_rounds": 2},
@@ -86,6 +88,45 @@ IMPOSSIBLE = [
         "the function is built in or a dotted path",
     ),
     ({"data.split": "test"}, "data.split", "only dataset folders have splits"),
+    ({"data.name": "main"}, "name=main", "only dataset folders have configurations"),
+    (
+        {"data.tools_column": "tools"},
+        "tools_column=tools",
+        "generated rows are read as they are made",
+    ),
+    ({"data.last_turn": "drop"}, "last_turn=drop", "generated rows are read as they are made"),
+    ({"data.answer_column": "prompt"}, "are both prompt", "the answer comes from somewhere"),
+    ({"data.answer_column": None}, "without an answer", "the answer comes from somewhere"),
+    (
+        JSONL | {"data.answer_column": "gold", "data.last_turn": "answer"},
+        "would ignore answer_column=gold",
+        "the answer comes from somewhere",
+    ),
+    (
+        JSONL | {"data.answer_pattern": "("},
+        "no regular expression",
+        "the answer pattern has one group at most",
+    ),
+    (
+        JSONL | {"data.answer_pattern": "(a)(b)"},
+        "has 2 groups",
+        "the answer pattern has one group at most",
+    ),
+    (
+        {"data.template_args": {"tools": []}},
+        "data.tools_column",
+        "template arguments are not ours",
+    ),
+    (
+        JSONL | {"data.eval_path": "y", "data.eval_on_train": True},
+        "would ignore eval_path",
+        "one set is evaluated",
+    ),
+    (
+        {"data.eval_size": 0, "data.eval_on_train": True},
+        "eval_size=0 evaluates nothing",
+        "one set is evaluated",
+    ),
     ({"model.tiny.num_kv_heads": 3}, "num_kv_heads=3", "kv heads divide heads"),
     (
         {"model.tiny.experts_per_token": 33},

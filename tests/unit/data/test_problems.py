@@ -105,8 +105,8 @@ def test_chat_messages_get_the_template_once(tmp_path, tokenizer):
     config = config_of(path, prompt_column="q", answer_column="a", as_chat=True, eval_size=1)
     problems = load_problems(config, tokenizer)
     text = {p.answer: p.prompt for p in (*problems.train, *problems.held_out)}
-    assert text[4] == "<bos><|start|>user\n2+2?<eos><|start|>assistant\n"
-    assert text[6] == "<bos><|start|>user\n3+3?<eos><|start|>assistant\n"
+    assert text["4"] == "<bos><|start|>user\n2+2?<eos><|start|>assistant\n"
+    assert text["6"] == "<bos><|start|>user\n3+3?<eos><|start|>assistant\n"
     tokens = problems.train[0].prompt_tokens
     assert tokens.count(tokenizer.bos_token_id) == 1
     assert tokenizer.decode(tokens) == problems.train[0].prompt
@@ -124,7 +124,7 @@ def test_messages_without_a_template_say_so(tmp_path, tokenizer, monkeypatch):
 @pytest.mark.parametrize("prompt", [7, [], [{"content": "x"}], ["text"], None])
 def test_a_prompt_that_is_none_is_refused(prompt, tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": 1}])
-    with pytest.raises(ValueError, match="row 0, column 'prompt': expected text or a list of mess"):
+    with pytest.raises(ValueError, match=r"row 0: .*column 'prompt"):
         load_problems(config_of(path), tokenizer)
 
 
@@ -132,15 +132,22 @@ def test_a_missing_column_is_named_with_those_found(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "x", "answer": "y"}])
     with pytest.raises(
         ValueError,
-        match=r"a.jsonl, row 0 has no column 'prompt'; columns found: 'question', 'answer'",
+        match=r"a.jsonl, row 0: no column 'prompt': columns found: 'question', 'answer'. Set",
     ):
         load_problems(config_of(path), tokenizer)
 
 
-def test_a_column_that_hides_a_reward_argument_is_refused(tmp_path, tokenizer):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "y", "response": "z"}])
-    with pytest.raises(ValueError, match="row 0: column 'response'"):
-        load_problems(config_of(path), tokenizer)
+def test_a_column_that_hides_a_reward_argument_is_renamed(tmp_path, tokenizer):
+    row = {"q": "x", "answer": "y", "response": "z", "prompt": "p"}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    config = config_of(path, prompt_column="q", eval_size=0)
+    assert load_problems(config, tokenizer).train[0].columns == {
+        "row_response": "z",
+        "row_prompt": "p",
+    }
+    write_jsonl(tmp_path / "a.jsonl", [row | {"row_response": "w"}])
+    with pytest.raises(ValueError, match=r"row 0: .*'response' and 'row_response'"):
+        load_problems(config, tokenizer)
 
 
 def test_an_empty_or_missing_file_is_refused(tmp_path, tokenizer):
@@ -176,8 +183,10 @@ def test_a_long_prompt_is_refused_or_dropped(tmp_path, tokenizer, caplog):
         config = config_of(path, max_prompt_tokens=30, on_long_prompt="drop")
         problems = load_problems(config, tokenizer)
     assert len(problems.train) == 15
-    assert "left out 1 of 21 rows with a long prompt" in caplog.text
-    with pytest.raises(ValueError, match="all 21 prompts are longer"):
+    assert "left out 1 of 21 rows (the prompt is too long)" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"none of the 21 rows can be used, 21 of them .* has 5 tokens"
+    ):
         config = config_of(path, max_prompt_tokens=2, on_long_prompt="drop")
         load_problems(config, tokenizer)
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.config.model import ModelConfig
+from rltrain.data.cache import save_atomically
 from rltrain.data.prompts import encode_response
 from rltrain.data.tiny_model import (
     build_random_model,
     random_model_path,
-    save_atomically,
     warm_started_path,
 )
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer

@@ -1,0 +1,92 @@
+"""A Hugging Face dataset folder: one that ``save_to_disk`` wrote, or one laid out as on the hub."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rltrain.data.arrow_rows import BATCH
+from rltrain.data.paths import COMPRESSED, SUFFIXES
+
+READ = (*SUFFIXES["parquet"], *SUFFIXES["jsonl"])
+
+
+def saved_dataset(folder: Path, split: str, name: str | None) -> Iterator[Any] | None:
+    """The tables of a dataset that ``Dataset.save_to_disk`` wrote; None if ``folder`` is none.
+
+    Raises:
+        ValueError: it is damaged, has no ``split``, or has no configurations and ``name`` is given.
+    """
+    if not ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
+        return None
+    if name is not None:
+        raise ValueError(
+            f"{folder} is a saved dataset, without configurations: drop data.name={name}"
+        )
+    # Slow to import, and of use to this source alone.
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        found = load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} cannot be read as a saved dataset: {error}") from error
+    if isinstance(found, DatasetDict):
+        _check_split(folder, split, found)
+        found = found[split]
+    tables: Iterator[Any] = found.with_format("arrow").iter(batch_size=BATCH)
+    return tables
+
+
+def split_files(folder: Path, split: str, name: str | None) -> list[Path]:
+    """The files of a split of a folder laid out as on the hub, by its README or by their names.
+
+    Raises:
+        ValueError: it has several configurations and ``name`` is none of them, no such split, files
+            of another kind or elsewhere.
+    """
+    from datasets import get_dataset_config_names, load_dataset_builder
+    from datasets.exceptions import DatasetsError
+
+    try:
+        names = get_dataset_config_names(str(folder))
+        if len(names) > 1 and name not in names and not (name is None and "default" in names):
+            found = "none is chosen" if name is None else f"{name} is none of them"
+            raise ValueError(
+                f"{folder} has the configurations {', '.join(names)} and {found}: set data.name"
+            )
+        data_files = load_dataset_builder(str(folder), name=name).config.data_files
+    except (OSError, DatasetsError) as error:
+        raise ValueError(
+            f"{folder} cannot be read as a dataset folder laid out as on the hub: {error}"
+        ) from error
+    by_split = {
+        str(key): [str(file) for file in files] for key, files in (data_files or {}).items()
+    }
+    _check_split(folder, split, by_split)
+    files = [Path(file) for file in by_split[split]]
+    for file in files:
+        _check_file(file, folder)
+    folders = sorted({str(file.parent.relative_to(folder.resolve())) for file in files})
+    if len(folders) > 1 and len(names) == 1:
+        raise ValueError(
+            f"{folder}: files of split {split} lie in {', '.join(folders)}, which may be "
+            "configurations of their own: set data.path to one of them"
+        )
+    return files
+
+
+def _check_split(folder: Path, split: str, found: Any) -> None:
+    if split not in found:
+        raise ValueError(f"{folder} has no split {split!r} but {', '.join(found)}: set data.split")
+
+
+def _check_file(file: Path, folder: Path) -> None:
+    plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
+    if not file.is_file():
+        raise ValueError(
+            f"{folder}: its README names {file}, which is no file here; fetch it first"
+        )
+    if plain.suffix.lower() not in READ:
+        raise ValueError(
+            f"{folder}: found {file.name}, expected files ending in {', '.join(READ)}: convert "
+            "them first, keeping answers as text"
+        )

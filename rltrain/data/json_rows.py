@@ -1,0 +1,157 @@
+"""Rows of a JSON file: one object per line, or an array of objects, plain or compressed."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.data.bad_rows import BadRow
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A row that is, byte by byte, an earlier one of its file."""
+
+    number: int
+
+
+LOOKS_LIKE = (
+    (b"\x1f\x8b", "it is compressed with gzip: let its name end in .gz"),
+    (b"\x28\xb5\x2f\xfd", "it is compressed with zstandard: let its name end in .zst"),
+    (b"PAR1", "it is a Parquet file: set data=parquet"),
+    (b"PK\x03\x04", "it is a zip archive: unpack it first"),
+    (b"\xff\xfe", "it is UTF-16 text: write it as UTF-8"),
+    (b"\xfe\xff", "it is UTF-16 text: write it as UTF-8"),
+    (
+        b"version https://git-lfs",
+        "it is a Git LFS pointer, not the data: git lfs pull fetches that",
+    ),
+    (b"<", "it is XML or HTML, perhaps a web page about the file"),
+)
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def json_rows(file: Path) -> Iterator[Row | BadRow | SameAs]:
+    """The rows of a file. An object is a row; a list of objects has columns ``0``, ``1``, ...
+
+    A line that is no row is yielded as its error, so that it can be counted.
+
+    Raises:
+        ValueError: the file is not JSON at all, or one object that holds the rows.
+        OSError: it cannot be read.
+    """
+    try:
+        with _open(file) as content:
+            start = content.peek(4096)[:4096].removeprefix(BYTE_ORDER_MARK)
+            for magic, advice in LOOKS_LIKE:
+                if start.startswith(magic):
+                    raise ValueError(f"{file} is not JSON: {advice}")
+            array = None
+            if start.lstrip().startswith(b"["):
+                array = _array(content.read(), file)
+                content.seek(0)
+            yield from _lines(content, file) if array is None else map(_row, array)
+    except EOFError as error:
+        raise ValueError(f"{file} is cut off: {error}") from error
+
+
+def _open(file: Path) -> Any:
+    """The file's content after decompression, as a buffered binary stream."""
+    suffix = file.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(file, "rb")
+    if suffix == ".bz2":
+        return bz2.open(file, "rb")
+    if suffix == ".zst":
+        import pyarrow  # 0.3 s, and of use here alone
+
+        # Its stream cannot be rewound.
+        return io.BufferedReader(io.BytesIO(pyarrow.input_stream(file, compression="zstd").read()))
+    return file.open("rb")
+
+
+def _lines(lines: Iterable[bytes], file: Path) -> Iterator[Row | BadRow | SameAs]:
+    seen: dict[bytes, int] = {}
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    for row_number, (number, line) in enumerate(numbered):
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        digest = hashlib.blake2b(line.strip(), digest_size=16).digest()
+        first = seen.setdefault(digest, row_number)
+        if first != row_number:
+            yield SameAs(first)
+            continue
+        try:
+            yield _row(_parse(line), f"line {number}: ")
+        except ValueError as error:
+            if row_number == 0:
+                _check_is_lines(file)
+            yield BadRow("a line is not JSON", f"line {number}: not JSON ({_why(error)})")
+
+
+def _why(error: ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte 0x{error.object[error.start]:02x} at {error.start} is not UTF-8"
+    return str(error)
+
+
+def _parse(text: bytes) -> Any:
+    """Raises ValueError when it is not JSON."""
+    try:
+        return DECODER.decode(text.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twice!r} twice")
+    return members
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _row(value: Any, where: str = "") -> Row | BadRow:
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return {str(number): item for number, item in enumerate(value)}
+    return BadRow("a row is no object", f"{where}expected an object, found {type(value).__name__}")
+
+
+def _array(content: bytes, file: Path) -> list[Any] | None:
+    """The array that is all of ``content``; None where more follows it, as in lines of arrays."""
+    try:
+        value = _parse(content.removeprefix(BYTE_ORDER_MARK))
+    except ValueError as error:
+        if str(error).startswith("Extra data"):
+            return None
+        raise ValueError(f"{file} is not JSON: {_why(error)}") from error
+    assert isinstance(value, list)
+    return value
+
+
+def _check_is_lines(file: Path) -> None:
+    """Raises ValueError when all of the file is one object, over several lines."""
+    with _open(file) as content:
+        try:
+            value = _parse(content.read().removeprefix(BYTE_ORDER_MARK))
+        except ValueError:
+            return
+    if isinstance(value, dict):
+        keys = ", ".join(map(repr, list(value)[:6]))
+        raise ValueError(
+            f"{file} is one JSON object over several lines, with {keys}: expected one object per "
+            "line, or an array of objects (pandas: to_json(..., orient='records'))"
+        )

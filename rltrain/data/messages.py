@@ -1,0 +1,216 @@
+"""Chat messages as datasets have them, checked: what a chat template would turn into other text."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rltrain.data.bad_rows import BadRow
+from rltrain.data.columns import is_messages, kind_of
+from rltrain.data.json_values import check_text, plain
+
+Messages = list[dict[str, Any]]
+LastTurn = Literal["error", "answer", "drop"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+SHARE_GPT = {"human": "user", "gpt": "assistant"}
+"""Its names of roles, beside ``system`` and those of `ROLES`."""
+
+MORE_THAN_TEXT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's turn that its text does not hold."""
+
+EXPECTED = "expected text or a list of messages like {'role': 'user', 'content': '...'}"
+
+
+def read_prompt(value: object, name: str, filled: bool = False) -> str | Messages:
+    """Text, or messages with text as ``content`` and no key that is null.
+
+    A text that is the JSON of messages is read as those: tables keep them so.
+
+    Args:
+        filled: nulls anywhere in a message are Arrow's, which gives every object of a column the
+            members of all of them; they go
+
+    Raises:
+        BadRow: it is neither; the message names the column ``name`` and the message.
+    """
+    if isinstance(value, str):
+        return _read_text(value, name)
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else f"{kind_of(value)} {str(value)[:60]!r}"
+        raise BadRow(
+            "the prompt is neither text nor messages", f"column {name!r}: {EXPECTED}, found {found}"
+        )
+    items = without_null(value) if filled else value
+    return [_read_message(item, f"{name}.{number}") for number, item in enumerate(items)]
+
+
+def _read_text(text: str, name: str) -> str | Messages:
+    start = text.lstrip()[:40]
+    if start.startswith("[") and '"' in start:
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            parsed = None
+        if is_messages(parsed) or _is_share_gpt(parsed):
+            return read_prompt(parsed, name)
+    if start.startswith(("[{'role':", "[{'content':", "[{'from':", "array([{'", "[array([{'")):
+        raise BadRow(
+            "the prompt is the printed form of Python objects",
+            f"column {name!r} starts with {start!r}: write messages as JSON, or keep them as a "
+            "list in JSONL or Parquet",
+        )
+    if not text.strip():
+        raise BadRow("the prompt is empty", f"column {name!r} is {text!r}")
+    return _prompt_text(text, name)
+
+
+def _prompt_text(text: str, name: str) -> str:
+    if "\0" in text:
+        raise BadRow(
+            "the prompt has a NUL character", f"column {name!r}, at character {text.index(chr(0))}"
+        )
+    return check_text(text, name)
+
+
+def _is_share_gpt(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, Mapping) and {"from", "value"} <= item.keys() for item in value)
+    )
+
+
+def _read_message(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadRow(
+            "a message is no object", f"column {name!r}: {EXPECTED}, found {str(value)[:60]!r}"
+        )
+    given = {key: item for key, item in value.items() if item is not None}
+    if "role" not in given and "from" in given and "content" not in given:
+        role = given.pop("from")
+        given = {
+            "role": SHARE_GPT.get(str(role), role),
+            "content": given.pop("value", None),
+        } | given
+    role = given.pop("role", None)
+    if role not in ROLES:
+        found = "no role" if role is None else f"the role {role!r}"
+        raise BadRow(
+            "a message has an unknown role",
+            f"column {name!r} has {found}, expected one of {', '.join(ROLES)} (human and gpt in "
+            "messages with from and value)",
+        )
+    calls = role == "assistant" and bool(given.get("tool_calls"))
+    content = _content(given.pop("content", "" if calls else None), f"{name}.content")
+    if role == "user" and not content.strip():
+        raise BadRow("a message is empty", f"column {f'{name}.content'!r} is {content!r}")
+    return {"role": role, "content": content, **plain(given, name)}
+
+
+def _content(content: object, name: str) -> str:
+    """Text, or the texts of a list of parts one after another."""
+    if isinstance(content, str):
+        return _prompt_text(content, name)
+    if not isinstance(content, list):
+        raise BadRow(
+            f"the content of a message is {kind_of(content)}",
+            f"column {name!r}: expected text or a list of text parts, found {str(content)[:60]!r}",
+        )
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            what = f"a part of type {kind!r}" if kind is not None else str(part)[:60]
+            raise BadRow(
+                "a part of a message is no text",
+                f"column {f'{name}.{number}'!r} is {what}: rltrain trains on text alone; expected "
+                "{'type': 'text', 'text': '...'}",
+            )
+        texts.append(_prompt_text(text, f"{name}.{number}.text"))
+    return "".join(texts)
+
+
+def take_last_turn(messages: Messages, last_turn: LastTurn, name: str) -> tuple[Messages, str]:
+    """The messages of the prompt, and the text of the assistant's turn that was taken off, or "".
+
+    Raises:
+        BadRow: there is such a turn and it is not to be taken off, there is none and it is to be
+            the answer, or nothing is left without it.
+    """
+    if messages[-1]["role"] != "assistant":
+        if last_turn == "answer":
+            raise BadRow(
+                "the messages do not end with the assistant's turn",
+                f"column {name!r} ends with {messages[-1]['role']}'s, and data.last_turn=answer "
+                "makes the last turn the answer",
+            )
+        return messages, ""
+    if last_turn == "error":
+        raise BadRow(
+            "the messages end with the assistant's turn",
+            f"column {name!r}: the model would read it as part of the prompt. Take it off: "
+            "data.last_turn=drop where a column holds the answer, data.last_turn=answer where it "
+            "is the answer",
+        )
+    *prompt, last = messages
+    more = sorted(last.keys() & set(MORE_THAN_TEXT))
+    if last_turn == "answer" and more:
+        raise BadRow(
+            "the assistant's last turn is more than text",
+            f"column {name!r}: it has {more[0]!r} beside its content, and data.last_turn=answer "
+            "would lose that",
+        )
+    if not prompt or prompt[-1]["role"] == "assistant":
+        raise BadRow(
+            "no prompt is left without the assistant's last turn",
+            f"column {name!r} has {len(messages)} messages, the last two of the assistant"
+            if prompt
+            else f"column {name!r} has nothing before it",
+        )
+    return prompt, last["content"]
+
+
+def read_tools(value: object, name: str, filled: bool = False) -> list[dict[str, Any]] | None:
+    """Tools as a chat template takes them: JSON schemas, from a list or its JSON text.
+
+    Null and an empty list are no tools.
+
+    Args:
+        filled: as in `read_prompt`; of tools that are JSON text nothing goes
+
+    Raises:
+        BadRow: it is something else.
+    """
+    expected = "expected a list of tools like {'name': ..., 'parameters': {...}} or its JSON text"
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value) if value.strip() else None
+        except ValueError as error:
+            raise BadRow(
+                "the tools are not JSON", f"column {name!r}: {expected} ({error})"
+            ) from error
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        raise BadRow(
+            "the tools are no list", f"column {name!r}: {expected}, found {kind_of(tools)}"
+        )
+    for number, tool in enumerate(tools):
+        inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+            raise BadRow(
+                "a tool has no name",
+                f"column {f'{name}.{number}'!r}: {expected}, found {str(tool)[:60]!r}",
+            )
+    read: list[dict[str, Any]] = plain(tools, name)
+    return without_null(read) if filled and not isinstance(value, str) else read
+
+
+def without_null(value: Any) -> Any:
+    """The value without the members of objects that are null."""
+    if isinstance(value, dict):
+        return {key: without_null(item) for key, item in value.items() if item is not None}
+    return [without_null(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,157 @@
+"""Problems of a source on disk, by content: a second start reads them instead of making them.
+
+A folder holds ``problems.parquet``, with the report in its metadata, and ``sha256`` of that file.
+What does not match is made anew. The key is made of the data files' bytes, the tokenizer, what the
+configuration says of rows and prompts, and the code that reads them.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from datetime import date
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from rltrain.config.data import DataConfig
+from rltrain.data.answers import AnswerRule
+from rltrain.data.cache import save_atomically
+from rltrain.data.chat_template import CLOCK
+from rltrain.data.encoding import Made
+from rltrain.data.problem import Problem
+from rltrain.data.prompts import Tokenizer
+from rltrain.data.report import Column, Dropped, SourceReport
+
+logger = logging.getLogger(__name__)
+
+KEYS = {
+    "source", "name", "prompt_column", "as_chat", "answer_column", "answer_pattern", "last_turn",
+    "tools_column", "template_args", "max_prompt_tokens", "on_long_prompt", "on_bad_row",
+}  # fmt: skip
+"""What of ``DataConfig`` decides over the problems of a source."""
+
+ROWS_AT_ONCE = 16_384
+REPORT = b"report"
+SCHEMA = pyarrow.schema(
+    [
+        ("prompt", pyarrow.string()),
+        ("prompt_tokens", pyarrow.list_(pyarrow.int32())),
+        ("answer", pyarrow.string()),
+        ("columns", pyarrow.string()),
+    ]
+)
+
+
+def cached(folder: Path, make: Callable[[], Made]) -> Made:
+    """The problems in ``folder``, or those that ``make`` makes, which are then kept there."""
+    try:
+        problems, report = _load(folder)
+    except FileNotFoundError:
+        logger.debug("%s: nothing is cached", folder)
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        logger.warning("the cache %s is damaged and is made anew (%s)", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        logger.info("%s: %d problems from the cache %s", report.where, len(problems), folder)
+        return problems, report
+    problems, report = make()
+    try:
+        save_atomically(folder, lambda new: _save(new, problems, report))
+    except ValueError as error:  # the run can do without
+        logger.warning("problems are not cached: %s", error)
+    return problems, report
+
+
+def cache_key(
+    files: Iterable[Path], split: str, config: DataConfig, rule: AnswerRule, tokenizer: Tokenizer
+) -> str | None:
+    """A digest of all that decides over the problems; None when the tokenizer cannot be told from
+    others."""
+    tokens = tokenizer_digest(tokenizer)
+    if tokens is None:
+        return None
+    inside = [f for file in files for f in (_files_below(file) if file.is_dir() else [file])]
+    parts = {
+        "files": [(str(file), _digest(file)) for file in inside],
+        "split": split,
+        "config": config.model_dump(mode="json", include=KEYS),
+        "rule": rule,
+        "tokenizer": tokens,
+        "code": [_digest(file) for file in sorted(Path(__file__).parent.glob("*.py"))],
+    }
+    if CLOCK in str(tokenizer.chat_template):
+        parts["today"] = date.today().isoformat()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str | None:
+    """SHA-256 over all that makes a tokenizer's ids; None for one that its own code makes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer).__module__.startswith("transformers_modules"):
+        return None
+    parts = [
+        type(tokenizer).__name__,
+        backend.to_str(),
+        tokenizer.chat_template,
+        {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(f for f in files if not any(p[0] == "." for p in f.relative_to(folder).parts))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _save(folder: Path, problems: tuple[Problem, ...], report: SourceReport) -> None:
+    schema = SCHEMA.with_metadata({REPORT: json.dumps(asdict(report)).encode()})
+    path = folder / "problems.parquet"
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        rest = iter(problems)
+        while some := list(islice(rest, ROWS_AT_ONCE)):
+            rows = [
+                {
+                    "prompt": problem.prompt,
+                    "prompt_tokens": problem.prompt_tokens,
+                    "answer": json.dumps(problem.answer),
+                    "columns": json.dumps(problem.columns),
+                }
+                for problem in some
+            ]
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+    (folder / "sha256").write_text(_digest(path))
+
+
+def _load(folder: Path) -> Made:
+    path = folder / "problems.parquet"
+    expected = (folder / "sha256").read_text()
+    if _digest(path) != expected:
+        raise ValueError("its SHA-256 is another one")
+    problems = []
+    with pyarrow.parquet.ParquetFile(path) as parquet:
+        report = _report(json.loads(parquet.schema_arrow.metadata[REPORT]))
+        for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                tokens, answer = tuple(row["prompt_tokens"]), json.loads(row["answer"])
+                problems.append(Problem(tokens, row["prompt"], answer, json.loads(row["columns"])))
+    return tuple(problems), report
+
+
+def _report(values: dict[str, Any]) -> SourceReport:
+    values["columns"] = tuple(
+        Column(column["name"], tuple(column["kinds"]), column["use"])
+        for column in values["columns"]
+    )
+    values["dropped"] = {reason: Dropped(**d) for reason, d in values["dropped"].items()}
+    return SourceReport(**values | {"from_cache": True})

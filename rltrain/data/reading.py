@@ -1,0 +1,119 @@
+"""All rows of a source: read, checked and counted; rows that say the same are one entry."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rltrain.config.data import DataConfig
+from rltrain.data.answers import AnswerRule
+from rltrain.data.bad_rows import BadRow, Tally
+from rltrain.data.columns import kind_of, leaves
+from rltrain.data.examples import Example, read_example
+from rltrain.data.json_rows import SameAs
+from rltrain.data.report import Column, Use
+from rltrain.data.sources import Found
+
+logger = logging.getLogger(__name__)
+
+NUM_LOOKED_AT = 100
+"""Rows whose columns are reported."""
+
+LOG_EVERY_S = 10.0
+
+
+@dataclass
+class Entry:
+    """Rows with one prompt and one answer: the first of them, and how many there are."""
+
+    example: Example
+    asked: bytes
+    """A digest of the prompt and its tools."""
+    answered: bytes
+    """A digest of the answer; where no column holds it, of all that a reward function judges by."""
+    count: int = 1
+    other_columns: Counter[str] = field(default_factory=Counter)
+    """In how many of them each column differs from the first's."""
+
+    def add(self, example: Example) -> None:
+        self.count += 1
+        if example.columns != self.example.columns:
+            ours, theirs = self.example.columns, example.columns
+            self.other_columns.update(
+                name for name in ours | theirs if ours.get(name) != theirs.get(name)
+            )
+
+
+@dataclass
+class Reading:
+    """The rows of a source as they come; those that cannot be used go into ``tally``."""
+
+    config: DataConfig
+    rule: AnswerRule
+    tally: Tally
+    where: str
+    num_rows: int = 0
+    entries: dict[tuple[bytes, bytes], Entry] = field(default_factory=dict)
+    kinds: dict[str, dict[str, None]] = field(default_factory=dict)
+
+    def read(self, found: Iterable[Found]) -> None:
+        """Read all rows.
+
+        Raises:
+            ValueError: one cannot be used and is not to be left out, or there is none.
+        """
+        outcomes: list[Entry | BadRow] = []  # of the rows of one file
+        due = time.monotonic() + LOG_EVERY_S
+        for at in found:
+            if at.number == 0:
+                outcomes = []
+            self.num_rows += 1
+            if isinstance(at.row, SameAs):
+                outcome = outcomes[at.row.number]
+                if isinstance(outcome, Entry):
+                    outcome.count += 1
+            else:
+                outcome = self._outcome(at.row, at)
+            if isinstance(outcome, BadRow):
+                self.tally.bad(at.where, outcome)
+            outcomes.append(outcome)
+            if self.num_rows % 1000 == 0 and time.monotonic() > due:
+                due = time.monotonic() + LOG_EVERY_S
+                logger.info(
+                    "%s: read %d rows, %d different", self.where, self.num_rows, len(self.entries)
+                )
+        if not self.num_rows:
+            raise ValueError(f"{self.where} has no rows: a dataset needs at least one")
+
+    def _outcome(self, row: Mapping[str, Any] | BadRow, at: Found) -> Entry | BadRow:
+        if isinstance(row, BadRow):
+            return row
+        if self.num_rows <= NUM_LOOKED_AT:
+            for name, value in leaves(row):
+                self.kinds.setdefault(name, {})[kind_of(value)] = None
+        try:
+            example = read_example(row, self.config, self.rule, at.where)
+        except BadRow as error:
+            return error
+        by_columns = self.config.answer_column is None and self.config.last_turn != "answer"
+        key = (example.asked(), example.answered(by_columns))
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self.entries[key] = Entry(example, *key)
+        else:
+            entry.add(example)
+        return entry
+
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of the first rows and how each is read."""
+        uses: dict[str | None, Use] = {
+            self.config.tools_column: "tools",
+            self.config.answer_column: "answer",
+            self.config.prompt_column: "prompt",
+        }
+        return tuple(
+            Column(name, tuple(kinds), uses.get(name, "column"))
+            for name, kinds in self.kinds.items()
+        )
