@@ -48,13 +48,6 @@ def fp8_config(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def sent_names(arch: Architecture, *, fp8: bool) -> frozenset[str]:
-    """The names of all tensors of a weight sync."""
-    names = {t.sent_as for p in parameters(arch) if not p.copy for t in p.tensors}
-    scales = {f"{t.name}_scale_inv" for t in _matrices(arch) if is_quantized(t)}
-    return frozenset(names | scales if fp8 else names)
-
-
 def in_fp8(
     tensors: Iterable[tuple[str, Tensor]], arch: Architecture
 ) -> Iterator[tuple[str, Tensor]]:

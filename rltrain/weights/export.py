@@ -26,7 +26,7 @@ from rltrain.weights.safetensors_file import (
     write_index,
     write_tensors,
 )
-from rltrain.weights.sender import full_tensors, put_together, sent_shape
+from rltrain.weights.sender import full_tensors, put_together
 from rltrain.weights.stored import POLICY, Progress, StoredModel, numel, owned
 from rltrain.weights.torch_dist import Reader
 
@@ -149,7 +149,7 @@ class StoredWeights:
         """Of what `read` gives."""
         dtype = self.dtype_of(group[0])
         sent = {t.sent_as: t for p in group for t in p.tensors}
-        shapes = ((name, sent_shape(t, self.arch.num_experts)) for name, t in sent.items())
+        shapes = ((name, t.sent_shape(self.arch.num_experts)) for name, t in sent.items())
         return [TensorSpec(name, dtype, shape) for name, shape in with_copies(shapes, self.arch)]
 
     def read(self, group: Group) -> Iterator[tuple[str, Tensor]]:

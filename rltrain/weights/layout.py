@@ -68,6 +68,13 @@ class HfTensor:
         """The name of what a checkpoint or an engine gets of it: perhaps that of all experts."""
         return self.stacked.name if self.stacked and self.stacked.only else self.name
 
+    def sent_shape(self, num_experts: int) -> tuple[int, ...]:
+        """The shape of that."""
+        if self.sent_as == self.name:
+            return self.shape
+        assert self.stacked is not None
+        return self.stacked.shape(num_experts, self.shape)
+
 
 @dataclass(frozen=True)
 class Parameter:

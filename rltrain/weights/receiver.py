@@ -14,8 +14,7 @@ each of them import this module, which registers the backend before the model is
 A sync that fails leaves the engine with half-loaded weights: end the run or start a new engine.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,10 +43,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.config.rollout import Carrier
 from rltrain.patches import vllm as vllm_patches
+from rltrain.weights.architecture import Architecture
 from rltrain.weights.broadcast import BroadcastReceiver, Group
 from rltrain.weights.cuda_ipc import IpcReceiver, device_name
+from rltrain.weights.delivery import Delivery, Form, expected_tensors
 from rltrain.weights.digest import model_digest
-from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8, sent_names
+from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8
 from rltrain.weights.expert_stacks import stack_experts
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
@@ -188,12 +189,8 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._reads_otherwise = vllm_config.load_config.load_format == LOAD_FORMAT
-        self._received: set[str] = set()
         self._tied = tied_modules(model)
-        self._next_bucket = 0
-        self._is_last_loaded = False
-        self._is_half_loaded = False
+        self._delivery: Delivery | None = None  # from the start of a sync until it succeeded
         self._broadcast: BroadcastReceiver | None = None
         if device.type == "cpu":
             vllm_patches.apply_cpu()
@@ -208,14 +205,12 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self._broadcast = BroadcastReceiver(group, self.device)
 
     def start_weight_update(self) -> None:
-        if self._is_half_loaded:
+        if self._delivery is not None:
             raise RuntimeError(
                 "an earlier weight sync failed and left this engine half-loaded: start a new engine"
             )
-        self._received = set()
-        self._next_bucket = 0
-        self._is_last_loaded = False
-        self._is_half_loaded = True
+        arch = read_architecture(self.model_config.model, "skip", bridge=True)
+        self._delivery = Delivery(arch, self._expected(arch))
         initialize_layerwise_reload(self.model)
         stack_experts(self.model)
 
@@ -232,21 +227,10 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             tensors=update_info.tensors,
             payload=update_info.payload,
         )
+        assert self._delivery is not None  # vLLM's worker sees to it
         tensors = self._read(bucket)  # all checked before any is loaded
-        if bucket["index"] != self._next_bucket or self._is_last_loaded:
-            raise ValueError(
-                f"weight sync: expected bucket {self._next_bucket}, found {bucket['index']}: "
-                "deliver every bucket once and in order"
-            )
-        names = [name for name, _ in tensors]
-        if len(set(names)) < len(names) or not self._received.isdisjoint(names):
-            counts = Counter([*names, *self._received])
-            repeated = sorted(name for name, count in counts.items() if count > 1)
-            raise ValueError(f"weight sync: tensors sent twice: {repeated}")
+        self._delivery.accept(bucket)
         self.model.load_weights(tensors)
-        self._received.update(names)
-        self._next_bucket += 1
-        self._is_last_loaded = bucket["last"]
 
     def _read(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
         if bucket["carrier"] == "shm":
@@ -262,12 +246,9 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         return IpcReceiver(self.device)
 
     def finish_weight_update(self) -> None:
-        if not self._is_last_loaded:
-            raise ValueError(
-                f"weight sync: finished after {self._next_bucket} buckets, none of them the last: "
-                "deliver every bucket before finishing"
-            )
-        self._check_complete()
+        assert self._delivery is not None  # vLLM's worker sees to it
+        self._delivery.check_ended()
+        self._check_complete(self._delivery)
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             # Nothing was loaded into these, so vLLM leaves the copies that it packed of the old.
@@ -277,7 +258,7 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             self._ipc.close()
             # What was loaded from is free: a sleeping KV cache may want it back.
             torch.cuda.empty_cache()
-        self._is_half_loaded = False
+        self._delivery = None
 
     def shutdown(self) -> None:
         pass
@@ -287,33 +268,25 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         """vLLM up to 0.26 asks every backend for it; here the policy sends by itself."""
         raise NotImplementedError("send with rltrain.weights.transport.BucketStream")
 
-    def _check_complete(self) -> None:
+    def _expected(self, arch: Architecture) -> Mapping[str, Form | None]:
+        """What a sync has to bring, by name."""
+        if arch.family == "bridged":
+            names = checkpoint_names(Path(self.model_config.model))
+            copies = {"lm_head.weight"} if arch.tie_embeddings else set()
+            return dict.fromkeys(n for n in names - copies if not is_left_out(n, arch))
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        return expected_tensors(arch, dtype, fp8=holds_fp8(self.model_config))
+
+    def _check_complete(self, delivery: Delivery) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
         unfilled = unfilled_modules(self.model, self._tied)
-        required = set(self._checkpoint_names)
-        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
-            required -= {"lm_head.weight"}
-        # The engine has no layers that predict further tokens: whether they are sent is all one.
-        arch = read_architecture(self.model_config.model, "skip", bridge=True)
-        required, received = (
-            {name for name in names if not is_left_out(name, arch)}
-            for names in (required, self._received)
-        )
-        # The names tell only where sender and checkpoint call tensors the same.
-        missing = required - received if received <= required else set()
+        missing = delivery.missing()
         if unfilled or missing:
             raise ValueError(
-                f"weight sync is incomplete: received {len(self._received)} tensors, missing "
-                f"{sorted(missing)[:8] or 'unknown names'} ({len(missing)} in all); engine modules "
+                f"weight sync is incomplete: received {len(delivery.names)} tensors, missing "
+                f"{missing[:8] or 'unknown names'} ({len(missing)} in all); engine modules "
                 f"not filled: {unfilled[:8]}. Send every tensor of the checkpoint, to a new engine"
             )
-
-    @cached_property
-    def _checkpoint_names(self) -> frozenset[str]:
-        folder = self.model_config.model
-        if self._reads_otherwise:
-            return sent_names(read_architecture(folder, "skip"), fp8=holds_fp8(self.model_config))
-        return checkpoint_names(Path(folder))
 
 
 def tied_modules(model: torch.nn.Module) -> list[Any]:

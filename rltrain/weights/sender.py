@@ -54,7 +54,7 @@ def put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) ->
     if first.sent_as == first.name:
         return whole
     pieces = chain([(first, whole)], pieces)
-    whole = whole.new_empty(sent_shape(first, num_experts))
+    whole = whole.new_empty(first.sent_shape(num_experts))
     filled = 0
     for tensor, values in pieces:
         assert tensor.stacked is not None and tensor.expert is not None
@@ -62,14 +62,6 @@ def put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) ->
         filled += values.numel()
     assert filled == whole.numel()
     return whole
-
-
-def sent_shape(tensor: HfTensor, num_experts: int) -> tuple[int, ...]:
-    """Of what is sent of ``tensor``: it alone, or all experts' together."""
-    if tensor.sent_as == tensor.name:
-        return tensor.shape
-    assert tensor.stacked is not None
-    return tensor.stacked.shape(num_experts, tensor.shape)
 
 
 def _pieces(

@@ -5,7 +5,9 @@ its prompt was, and one is aborted. In the first layer's place routes say in whi
 computed, so that those of a token computed again are told from those it was sampled with.
 
 On a GPU vLLM schedules a step while the last one runs, so a request is preempted with a token under
-way: it is worth running there, too.
+way: it is worth running there, too (tests/unit/rollout/test_route_scheduler.py does so without).
+
+    python tests/integration/test_route_scheduler.py FOLDER      # where there is no pytest
 """
 
 import json
@@ -15,10 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -30,12 +30,6 @@ PROMPTS = [
     [2 + (i * j) % 40 for j in range(length)] for i, length in enumerate([9, 13, 17, 21, 25, 60])
 ]
 ABORTED, NEW_TOKENS, BLOCK, BLOCKS, PIECE = "3", 24, 32, 7, 8
-
-
-def test_a_response_has_the_same_routes_in_one_message(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path)]
-    subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, timeout=300)
-    check(**json.loads((tmp_path / "found.json").read_text()))
 
 
 def check(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -150,6 +144,7 @@ def generate(folder: Path, **scheduler: str) -> dict[str, Any]:
 def main(folder: Path) -> None:
     from rltrain.rollout.launch import ROUTE_SCHEDULER
 
+    os.environ |= ENVIRONMENT
     save_model(folder / "model")
     found = {
         "theirs": generate(folder / "model"),
@@ -157,7 +152,18 @@ def main(folder: Path) -> None:
     }
     (folder / "found.json").write_text(json.dumps(found))
     check(**found)
+    counts = {name: found["ours"][name] for name in ("preemptions", "before_a_token", "steps")}
+    sys.stdout.write(f"equal routes; {counts}\n")
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+else:
+    import pytest
+
+    pytestmark = pytest.mark.integration
+
+    def test_a_response_has_the_same_routes_in_one_message(tmp_path: Path) -> None:
+        command = [sys.executable, __file__, str(tmp_path)]
+        subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, timeout=300)
+        check(**json.loads((tmp_path / "found.json").read_text()))

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from rltrain.weights.architecture import MLA, Architecture
-from rltrain.weights.engine_fp8 import check_blocks, fp8_config, in_fp8, sent_names
+from rltrain.weights.delivery import expected_tensors
+from rltrain.weights.engine_fp8 import check_blocks, fp8_config, in_fp8
 from rltrain.weights.families import parameters
 from rltrain.weights.files import SINGLE
 from rltrain.weights.load import read_tensors
@@ -65,8 +66,9 @@ def stream(arch: Architecture) -> list[tuple[str, torch.Tensor]]:
 def test_every_projection_is_sent_in_blocks_and_nothing_else(arch: Architecture) -> None:
     plain, sent = dict(stream(arch)), list(in_fp8(stream(arch), arch))
     names = [name for name, _ in sent]
-    assert len(names) == len(set(names)) and set(names) == sent_names(arch, fp8=True)
-    assert plain.keys() == sent_names(arch, fp8=False)
+    expected = expected_tensors(arch, "bfloat16", fp8=True)
+    assert len(names) == len(set(names)) and set(names) == expected.keys()
+    assert plain.keys() == expected_tensors(arch, "bfloat16", fp8=False).keys()
     for name, tensor in sent:
         source = name.removesuffix("_scale_inv")
         if "_proj" in name and "norm" not in name:  # independent of how the rule is written

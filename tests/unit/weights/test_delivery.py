@@ -1,0 +1,107 @@
+"""What a weight sync may bring: every tensor of the model once, in its form, in order."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.weights.delivery import Delivery, Form, expected_tensors
+from rltrain.weights.transport import Bucket, TensorEntry
+from tests.unit.weights.test_engine_fp8 import ARCH, LATENT
+
+EXPECTED = expected_tensors(ARCH, "bfloat16", fp8=False)
+
+
+def entry(name: str, form: Form) -> TensorEntry:
+    return TensorEntry(name=name, dtype=form.dtype, shape=list(form.shape), offset=0, nbytes=0)
+
+
+def bucket(index: int, names: list[str], *, last: bool = False) -> Bucket:
+    tensors = [entry(name, EXPECTED[name]) for name in names]
+    return Bucket(carrier="shm", index=index, last=last, tensors=tensors, payload={})
+
+
+def delivered(buckets: list[Bucket]) -> Delivery:
+    delivery = Delivery(ARCH, EXPECTED)
+    for one in buckets:
+        delivery.accept(one)
+    delivery.check_ended()
+    return delivery
+
+
+@given(st.lists(st.integers(1, len(EXPECTED) - 1), unique=True, max_size=4).map(sorted))
+def test_any_cut_into_buckets_brings_everything(cuts: list[int]) -> None:
+    names, edges = list(EXPECTED), [0, *cuts, len(EXPECTED)]
+    parts = [names[a:b] for a, b in pairwise(edges)]
+    buckets = [bucket(i, part, last=i == len(cuts)) for i, part in enumerate(parts)]
+    assert delivered(buckets).missing() == []
+    for gone in range(len(buckets)):
+        others = buckets[:gone] + buckets[gone + 1 :]
+        with pytest.raises(ValueError, match=r"expected bucket|none of them the last"):
+            delivered(others)
+        renumbered = [{**b, "index": i} for i, b in enumerate(others)]
+        if gone < len(cuts):
+            assert delivered(renumbered).missing() == sorted(parts[gone])  # type: ignore[arg-type]
+    for again in range(len(buckets)):
+        with pytest.raises(ValueError, match=f"found bucket {again}: deliver every bucket once"):
+            delivered(buckets[: again + 1] + buckets[again:])
+
+
+def test_a_tensor_comes_once_and_in_its_form() -> None:
+    first, second, *_ = EXPECTED
+    with pytest.raises(ValueError, match=rf"sent twice: \['{first}'\]"):
+        delivered([bucket(0, [first, second, first], last=True)])
+    with pytest.raises(ValueError, match=rf"sent twice: \['{first}'\]"):
+        delivered([bucket(0, [first]), bucket(1, [second, first], last=True)])
+    form = EXPECTED[first]
+    for other in (Form("float32", form.shape), Form(form.dtype, form.shape[::-1])):
+        changed = {**bucket(0, [], last=True), "tensors": [entry(first, other)]}
+        with pytest.raises(ValueError, match=rf"expected {first} as bfloat16 of shape \[300, 160"):
+            delivered([changed])  # type: ignore[list-item]
+    unknown = {**bucket(0, [], last=True), "tensors": [entry("model.other", form)]}
+    with pytest.raises(ValueError, match=r"tensors of a qwen3_moe, found model\.other"):
+        delivered([unknown])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="after 1 buckets, none of them the last"):
+        delivered([bucket(0, list(EXPECTED))])
+
+
+def test_what_is_refused_counts_as_not_brought() -> None:
+    first, second, *_ = EXPECTED
+    delivery = Delivery(ARCH, EXPECTED)
+    with pytest.raises(ValueError, match="sent twice"):
+        delivery.accept(bucket(0, [first, first]))
+    delivery.accept(bucket(0, [first, second], last=True))
+    assert delivery.names == {first, second} and first not in delivery.missing()
+
+
+def test_layers_that_predict_further_tokens_may_come_and_need_not() -> None:
+    arch = replace(ARCH, skipped_mtp_layers=1)
+    of_mtp = [entry("model.layers.2.eh_proj.weight", Form("bfloat16", (3,)))]
+    delivery = Delivery(arch, expected_tensors(arch, "bfloat16", fp8=False))
+    everything = bucket(0, list(EXPECTED), last=True)
+    delivery.accept({**everything, "tensors": everything["tensors"] + of_mtp})
+    assert delivery.missing() == []
+
+
+def test_names_of_a_family_that_is_not_mapped_only_tell_where_they_are_known() -> None:
+    bridged = replace(ARCH, family="bridged")
+    names = dict.fromkeys(["a", "b"])
+    for sent, missing in (["a"], ["b"]), (["a", "other"], []), (["a", "b"], []):
+        delivery = Delivery(bridged, names)
+        tensors = [entry(name, Form("bfloat16", (1,))) for name in sent]
+        delivery.accept({**bucket(0, [], last=True), "tensors": tensors})
+        assert delivery.missing() == missing
+
+
+def test_buffers_keep_fp32_and_blocks_have_scales() -> None:
+    plain = expected_tensors(LATENT, "bfloat16", fp8=False)
+    [bias] = [name for name in plain if name.endswith("e_score_correction_bias")]
+    assert plain[bias] == Form("float32", (LATENT.num_experts,))
+    assert {form.dtype for name, form in plain.items() if name != bias} == {"bfloat16"}
+    blocks = expected_tensors(LATENT, "bfloat16", fp8=True)
+    down = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert blocks[down] == Form("float8_e4m3fn", (160, 128))
+    assert blocks[f"{down}_scale_inv"] == Form("float32", (2, 1))
+    assert blocks["model.embed_tokens.weight"] == Form("bfloat16", (300, 160))
