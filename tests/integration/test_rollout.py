@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rltrain.actors.failures import ActorFailed
@@ -26,6 +27,8 @@ from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.route_store import RouteStore
 from rltrain.rollout.types import Request, Rollout, SamplingParams
 from rltrain.routing.integrity import RouteShape
+from rltrain.weights.shared_memory import ShmSender
+from rltrain.weights.transport import BucketStream
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -221,8 +224,16 @@ def test_a_step_becomes_a_batch_with_full_coverage(cluster: Cluster) -> None:
 
 def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
     """Row t is about token t: shifted by one, or layers swapped, agreement falls to chance."""
-    model = Qwen3MoeForCausalLM.from_pretrained(cluster.model, dtype=torch.float32).eval()
     _, rollouts, _ = generate(Generator([cluster.plain], CONFIG), prompts(6), step=1)
+    hits, differences = against(cluster.model, rollouts)
+    assert hits > 0.95
+    assert differences < 0.03
+
+
+def against(folder: Path, rollouts: list[Rollout]) -> tuple[float, float]:
+    """The share of rows whose experts are those of the model in ``folder`` as transformers computes
+    it, and how far log-probabilities are from its, on average."""
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     hits, differences = [], []
     for rollout, routes in zip(rollouts, routes_of(rollouts), strict=True):
         tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
@@ -235,8 +246,7 @@ def test_logprobs_and_routes_are_those_of_the_model(cluster: Cluster) -> None:
         logprobs = out.logits[0].float().log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
         assert rollout.logprobs is not None
         differences.append(logprobs[-len(rollout.logprobs) :] - torch.tensor(rollout.logprobs))
-    assert torch.cat(hits).float().mean() > 0.95
-    assert torch.cat(differences).abs().mean() < 0.03
+    return float(torch.cat(hits).float().mean()), float(torch.cat(differences).abs().mean())
 
 
 def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_arrive(
@@ -349,6 +359,42 @@ def test_a_refused_request_leaves_the_engine_usable(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match=r"prompt other sample 0: token 1 has id 48, "):
         generator.greedy([*prompts(2), Prompt((2, 48), "other")])
     assert len(generator.greedy(prompts(2))) == 2
+
+
+def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_path: Path) -> None:
+    """It leaves an engine half-loaded. The prompt is longer than two blocks of the KV cache, so the
+    engine has its first tokens cached."""
+    config = Qwen3MoeConfig.from_pretrained(cluster.model)
+    torch.manual_seed(1)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    draw, engine = random.Random(0), cluster.unequal
+    prompt = tuple(draw.randrange(2, 48) for _ in range(300))
+    requests = [Request(prompt, i, "quick", i) for i in range(8)]
+    sampling = SamplingParams(temperature=1.0, max_tokens=3, capture_routes=True)
+    before = ray.get(engine.generate.remote(requests, sampling))
+    ray.get(engine.start_weight_sync.remote())
+    with pytest.raises(RuntimeError, match="between start and finish of a weight sync"):
+        ray.get(engine.generate.remote(requests, sampling))
+    stream = BucketStream(iter(weights.items()), ShmSender(), 100_000)
+    while (bucket := stream.next_bucket()) is not None:
+        ray.get(engine.load_weight_bucket.remote(bucket))
+    assert ray.get(engine.finish_weight_sync.remote()) == 1
+    after = ray.get(engine.generate.remote(requests, sampling))
+    for rollouts, version, folder in (before, 0, cluster.model), (after, 1, tmp_path):
+        assert {rollout.weight_version for rollout in rollouts} == {version}
+        assert {rollout.routes.weight_version for rollout in rollouts} == {version}
+        hits, difference = against(folder, rollouts)
+        assert hits > 0.9 and difference < 0.1, (version, hits, difference)
+    ray.get(engine.start_weight_sync.remote())
+    stream = BucketStream(iter(weights.items()), ShmSender(), 100_000)
+    ray.get(engine.load_weight_bucket.remote(stream.next_bucket()))
+    with pytest.raises(Exception, match="after 1 buckets, none of them the last"):
+        ray.get(engine.finish_weight_sync.remote())
+    stream.close()
+    assert ray.get(engine.weight_version.remote()) == 1
+    with pytest.raises(RuntimeError, match="between start and finish of a weight sync"):
+        ray.get(engine.generate.remote(requests, sampling))
 
 
 def test_a_dead_engine_is_named_and_its_routes_live_on(cluster: Cluster) -> None:
