@@ -37,6 +37,32 @@ def test_select_takes_whole_sequences_in_the_order_given() -> None:
     assert swapped.require("rewards")[0].tolist() == [1.0, 0.0]
 
 
+def test_routes_go_with_their_sequences() -> None:
+    refs = route_ref(rows=3), route_ref(rows=2)
+    routes = torch.arange(14, dtype=torch.uint8).view(7, 1, 2)
+    for held in refs, routes:
+        batch = two_sequences().with_fields(rollout_expert_indices=held)
+        swapped = batch.select([1, 0])
+        alone = batch.select([1])
+        if isinstance(held, tuple):
+            assert swapped.rollout_expert_indices == (refs[1], refs[0])
+            assert alone.rollout_expert_indices == (refs[1],)
+            joined = type(batch).join([alone, batch]).rollout_expert_indices
+            assert joined == (refs[1], refs[0], refs[1])
+        else:
+            found, one = swapped.rollout_expert_indices, alone.rollout_expert_indices
+            assert isinstance(found, torch.Tensor) and isinstance(one, torch.Tensor)
+            assert torch.equal(found, torch.cat([routes[4:], routes[:4]]))
+            assert torch.equal(one, routes[4:])
+
+
+def test_groups_of_joined_batches_stay_apart() -> None:
+    batch = two_sequences().with_fields(group_ids=torch.tensor([0, 1]))
+    joined = Batch.join([batch, batch.select([1]), batch])
+    assert joined.require("group_ids")[0].tolist() == [0, 1, 2 + 1, 4, 5]
+    assert joined.seq_lens.tolist() == [4, 3, 3, 4, 3]
+
+
 def test_fields_that_disagree_are_refused() -> None:
     with pytest.raises(ValueError, match="rewards: B=3, but the batch has B=2"):
         two_sequences().with_fields(rewards=torch.zeros(3))

@@ -1,5 +1,7 @@
 """From rollouts to the batch, and from prompts to requests."""
 
+import hashlib
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.batch import RouteRef
-from rltrain.rollout.generator import build_batch, make_requests
+from rltrain.config import Config
+from rltrain.rollout.dispatch import Call, _place
+from rltrain.rollout.generator import Generator, build_batch, make_requests
 from rltrain.rollout.types import Rollout
 
 TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=6).map(tuple)
@@ -43,9 +47,16 @@ def rollout(prompt: tuple[int, ...], response: tuple[int, ...], **fields: Any) -
     return Rollout(prompt_tokens=prompt, response_tokens=response, **(defaults | fields))
 
 
-@given(st.lists(st.tuples(TOKENS, TOKENS, st.integers(0, 5)), min_size=1, max_size=5))
-def test_batch_holds_every_rollout_in_order(parts: list[tuple[Any, Any, int]]) -> None:
-    rollouts = [rollout(p, r, weight_version=v) for p, r, v in parts for _ in range(2)]
+REASONS = st.sampled_from(["stop", "length"])
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS, st.integers(0, 5), REASONS), min_size=1, max_size=5))
+def test_batch_holds_every_rollout_in_order(parts: list[tuple[Any, Any, int, Any]]) -> None:
+    rollouts = [
+        rollout(p, r, weight_version=v, finish_reason=why)
+        for p, r, v, why in parts
+        for _ in range(2)
+    ]
     batch = build_batch(rollouts, group_size=2)
     assert batch.rollout_logprobs is not None and batch.route_mask is not None
     assert batch.weight_version is not None and batch.group_ids is not None
@@ -59,6 +70,8 @@ def test_batch_holds_every_rollout_in_order(parts: list[tuple[Any, Any, int]]) -
         assert batch.route_mask[rows].tolist() == [True] * (prompt + response - 1) + [False]
         assert batch.weight_version[i] == sample.weight_version
         assert batch.group_ids[i] == i // 2
+        assert batch.truncated is not None
+        assert batch.truncated[i] == (sample.finish_reason == "length")
     assert batch.rollout_expert_indices == tuple(r.routes for r in rollouts)
     # Coverage as DESIGN rule 6 defines it: captured rows / (tokens - 1).
     assert int(batch.route_mask.sum()) == int((batch.seq_lens - 1).sum())
@@ -128,3 +141,57 @@ def test_seeds_do_not_depend_on_the_other_prompts() -> None:
     alone = make_requests([Prompt((1,), "a")], 2, run_seed=0, step=0)
     among = make_requests([Prompt((2,), "b"), Prompt((1,), "a")], 2, run_seed=0, step=0)
     assert alone[0] == among[1]
+
+
+def test_a_seed_is_that_of_run_step_prompt_and_sample_and_of_nothing_else() -> None:
+    problems = [Prompt((1,), "a"), Prompt((2,), "b")]
+    given: dict[str, int] = {"num_samples": 3, "run_seed": 5, "step": 7, "round": 0}
+    groups = make_requests(problems, **given)
+    for problem, group in zip(problems, groups, strict=True):
+        for sample, request in enumerate(group):
+            digest = hashlib.sha256(f"5/7/{sample}/{problem.id}".encode()).digest()
+            assert request.seed == int.from_bytes(digest[:8], "big") >> 1
+            assert (request.prompt_id, request.sample_index) == (problem.id, sample)
+    seen = [{request.seed for group in groups for request in group}]
+    for name in ("run_seed", "step", "round"):
+        others = make_requests(problems, **{**given, name: given[name] + 1})
+        seen.append({request.seed for group in others for request in group})
+    assert all(len(seeds) == 6 for seeds in seen) and len(set().union(*seen)) == 24
+
+
+def calls(engines: int, groups: int, size: int, *, deterministic: bool, alone: bool) -> list[Call]:
+    cfg = Config.model_validate(
+        {"algorithm": {"group_size": size}, "rollout": {"deterministic": deterministic}}
+    )
+    problems = [Prompt((1,), f"{i}") for i in range(groups)]
+    requests = make_requests(problems, size, 0, 0)
+    found = Generator(range(engines), cfg)._calls(requests, alone)
+    for call in found:
+        assert call.requests == [request for i in call.groups for request in requests[i]]
+    assert sorted(i for call in found for i in call.groups) == list(range(groups))
+    return found
+
+
+def test_where_order_decides_what_is_sampled_every_engine_has_one_call() -> None:
+    for alone in (False, True):
+        found = calls(3, 7, 4, deterministic=True, alone=alone)
+        shares = [(call.engine, list(call.groups)) for call in found]
+        assert shares == [(0, [0, 3, 6]), (1, [1, 4]), (2, [2, 5])]
+    assert [call.engine for call in calls(3, 2, 4, deterministic=True, alone=False)] == [0, 1]
+
+
+def test_small_groups_go_together_unless_some_are_to_be_left_out() -> None:
+    found = calls(2, 7, 16, deterministic=False, alone=False)
+    assert [list(call.groups) for call in found] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert {call.engine for call in found} == {None}
+    for size, alone in (16, True), (100, False):
+        found = calls(2, 7, size, deterministic=False, alone=alone)
+        assert [list(call.groups) for call in found] == [[i] for i in range(7)]
+
+
+def test_a_call_goes_to_the_engine_with_the_fewest_requests() -> None:
+    anywhere, second = Call([0], []), Call([0], [], engine=1)
+    assert _place(anywhere, Counter({0: 3, 1: 2, 2: 2}), 4) == 1
+    assert _place(anywhere, Counter({0: 4, 1: 4}), 4) is None
+    assert _place(anywhere, Counter({0: 4, 1: 3}), 4) == 1
+    assert _place(second, Counter({0: 0, 1: 99}), 4) == 1

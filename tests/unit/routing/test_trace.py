@@ -170,9 +170,10 @@ def test_swapped_references_of_equal_length_are_refused() -> None:
 
 def test_references_of_other_weights_are_refused() -> None:
     refs, _ = sent()
-    refs[1] = replace(refs[1], weight_version=2)
-    with pytest.raises(RuntimeError, match=r"sample 1, .*version 2: its .* at weight version 3"):
-        check_refs(refs, TOKENS, VERSIONS)
+    for other in 2, 4:
+        refs[1] = replace(refs[1], weight_version=other)
+        with pytest.raises(RuntimeError, match=rf"sample 1, .*version {other}: its .* version 3"):
+            check_refs(refs, TOKENS, VERSIONS)
 
 
 def test_a_sample_has_one_reference() -> None:

@@ -18,7 +18,7 @@ import torch
 from rltrain.weights.broadcast import BroadcastReceiver, BroadcastSender, Group
 from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
 from rltrain.weights.shared_memory import SHARED_MEMORY, ShmSender, read_segment
-from rltrain.weights.transport import Bucket, BucketStream, Sender, merged
+from rltrain.weights.transport import Bucket, BucketStream, Sender, entry_of, merged
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 CPU = torch.device("cpu")
@@ -187,8 +187,11 @@ def test_senders_that_disagree_are_refused() -> None:
         "a": ["a"],
         "b": ["b"],
     }
-    with pytest.raises(ValueError, match="other ones in bucket 2 of sender 1 than in that of"):
-        merged([bucket("a", 5), bucket("b", 6)])
+    other = bucket("b", 5)
+    entry = entry_of("t", torch.zeros(2), 0)
+    for unlike in bucket("b", 6), {**other, "last": True}, {**other, "tensors": [entry]}:
+        with pytest.raises(ValueError, match="other ones in bucket 2 of sender 1 than in that of"):
+            merged([bucket("a", 5), unlike])  # type: ignore[list-item]
 
 
 def test_a_group_across_hosts_is_refused(tmp_path: Path) -> None:
@@ -245,6 +248,14 @@ def test_a_segment_that_is_gone_says_who_must_share_what() -> None:
     sender.close()
     with pytest.raises(ValueError, match="must share one host and one /dev/shm"):
         list(read_segment(bucket))
+
+
+def test_a_new_sender_leaves_those_of_others() -> None:
+    sender = ShmSender()
+    bucket = first_bucket(sender, {"a": torch.ones(4)})
+    ShmSender().close()
+    assert torch.equal(dict(read_segment(bucket))["a"], torch.ones(4))
+    sender.close()
 
 
 def test_what_a_killed_sender_left_is_removed_by_the_next() -> None:
