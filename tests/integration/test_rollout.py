@@ -43,7 +43,8 @@ CONFIG = Config.model_validate(
         "rollout": {
             "max_response_tokens": 24,
             "deterministic": True,
-            "engine_args": {"skip_tokenizer_init": True},
+            # Blocks that are shorter than prompts, so that these are cached.
+            "engine_args": {"skip_tokenizer_init": True, "block_size": 32},
         },
     }
 )
@@ -362,14 +363,14 @@ def test_a_refused_request_leaves_the_engine_usable(cluster: Cluster) -> None:
 
 
 def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_path: Path) -> None:
-    """It leaves an engine half-loaded. The prompt is longer than two blocks of the KV cache, so the
+    """It leaves an engine half-loaded. The prompt is longer than a block of the KV cache, so the
     engine has its first tokens cached."""
     config = Qwen3MoeConfig.from_pretrained(cluster.model)
     torch.manual_seed(1)
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     draw, engine = random.Random(0), cluster.unequal
-    prompt = tuple(draw.randrange(2, 48) for _ in range(300))
+    prompt = tuple(draw.randrange(2, 48) for _ in range(70))
     requests = [Request(prompt, i, "quick", i) for i in range(8)]
     sampling = SamplingParams(temperature=1.0, max_tokens=3, capture_routes=True)
     before = ray.get(engine.generate.remote(requests, sampling))

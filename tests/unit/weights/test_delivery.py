@@ -72,6 +72,9 @@ def test_what_is_refused_counts_as_not_brought() -> None:
     delivery = Delivery(ARCH, EXPECTED)
     with pytest.raises(ValueError, match="sent twice"):
         delivery.accept(bucket(0, [first, first]))
+    other = entry(first, Form("float32", EXPECTED[first].shape))
+    with pytest.raises(ValueError, match="found float32"):
+        delivery.accept({**bucket(0, [second]), "tensors": [other]})
     delivery.accept(bucket(0, [first, second], last=True))
     assert delivery.names == {first, second} and first not in delivery.missing()
 
