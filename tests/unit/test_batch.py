@@ -56,13 +56,6 @@ def test_routes_go_with_their_sequences() -> None:
             assert torch.equal(one, routes[4:])
 
 
-def test_groups_of_joined_batches_stay_apart() -> None:
-    batch = two_sequences().with_fields(group_ids=torch.tensor([0, 1]))
-    joined = Batch.join([batch, batch.select([1]), batch])
-    assert joined.require("group_ids")[0].tolist() == [0, 1, 2 + 1, 4, 5]
-    assert joined.seq_lens.tolist() == [4, 3, 3, 4, 3]
-
-
 def test_fields_that_disagree_are_refused() -> None:
     with pytest.raises(ValueError, match="rewards: B=3, but the batch has B=2"):
         two_sequences().with_fields(rewards=torch.zeros(3))
