@@ -57,7 +57,12 @@ def overrides(options: argparse.Namespace, model: Path, folder: Path) -> list[st
         f"trainer.output_dir={folder / 'run'}",
         f"trainer.prompts_per_step={options.prompts}",
         *("trainer.mini_batches=1", "trainer.eval_every=0", "trainer.invariants=warn"),
-        *("tracking=disabled", "checkpoint.every=0", "routing_replay.sample_every=1000000"),
+        *(
+            "tracking=disabled",
+            "checkpoint.every=0",
+            "checkpoint.last=false",
+            "routing_replay.sample_every=1000000",
+        ),
         f"algorithm.group_size={options.group}",
         f"rollout.max_response_tokens={options.response_tokens}",
         f"policy.max_tokens_per_micro_batch={max(16384, longest)}",

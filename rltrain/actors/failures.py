@@ -117,7 +117,7 @@ def failure(error: RayError, call: Call, others: Sequence[Any] = ()) -> ActorFai
             except RayError:
                 continue
     if isinstance(error, RayTaskError):
-        return ActorFailed("raised", str(call), _raised(error))
+        return ActorFailed("raised", str(call), _raised(call.role, error))
     if isinstance(error, UnserializableException):  # of a class that is unknown here, say
         own = last_error(str(error))
         return ActorFailed("raised", str(call), own.text if own else without_ray(str(error)))
@@ -126,7 +126,7 @@ def failure(error: RayError, call: Call, others: Sequence[Any] = ()) -> ActorFai
     return ActorFailed("died", str(call), f"{type(error).__name__}: {plain(str(error))}")
 
 
-def _raised(error: RayTaskError) -> str:
+def _raised(role: str, error: RayTaskError) -> str:
     cause, text = error.cause, plain(str(error.cause))
     pid = re.search(
         r"\(pid=(\d+), ip=", plain(str(error))
@@ -135,7 +135,20 @@ def _raised(error: RayTaskError) -> str:
     if isinstance(cause, ChildDied):
         return text
     named = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
-    return f"{named}\nFull log: {log}" if log is not None else named
+    remedy = out_of_memory(role, named)
+    return f"{named}{remedy}" + (f"\nFull log: {log}" if log is not None else "")
+
+
+def out_of_memory(role: str, error: str) -> str:
+    """What to do about an error of a GPU's memory; "" for another error."""
+    if "outofmemoryerror" not in error.lower() and "out of memory" not in error.lower():
+        return ""
+    if role == "rollout":
+        return "\nLower rollout.gpu_memory_utilization or rollout.engine_args.max_num_seqs"
+    return (
+        "\nLower policy.max_tokens_per_micro_batch, set policy.recompute=full, or split the model "
+        "over more ranks (rltrain plan shows what is held)"
+    )
 
 
 def _death(role: str, error: RayActorError) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.actors.failures import child_died, died, its_error, named
+from rltrain.actors.failures import child_died, died, its_error, named, out_of_memory
 from rltrain.actors.log import FOLDER, LOG, find_log, of_process
 from rltrain.actors.memory import killed, memory_now, oom_kills
 
@@ -94,6 +94,13 @@ def test_a_child_is_reported_by_its_parent(tmp_path: Path, monkeypatch: pytest.M
     )
     assert "killed (SIGKILL)" in str(child_died("it died", {"EngineCore": -9, "other": None}))
     assert "Its last error" in str(child_died("it died", {}))
+
+
+def test_a_full_gpu_has_a_remedy_by_role() -> None:
+    error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert "policy.max_tokens_per_micro_batch" in out_of_memory("policy", error)
+    assert "gpu_memory_utilization" in out_of_memory("rollout", error)
+    assert out_of_memory("policy", "KeyError: 'memory'") == ""
 
 
 def test_logs_name_their_process() -> None:
