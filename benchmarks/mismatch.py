@@ -32,7 +32,13 @@ from rltrain.algorithms.mismatch import clamped_log_ratio, mismatch_metrics
 from rltrain.batch import Batch
 from rltrain.config.rollout import RolloutConfig
 from rltrain.rollout.completion import sampled_logprobs, vllm_params
-from rltrain.rollout.launch import EngineSpec, check_version, engine_args, environment
+from rltrain.rollout.launch import (
+    EngineSpec,
+    check_version,
+    engine_args,
+    environment,
+    folder_config,
+)
 from rltrain.rollout.types import Request, SamplingParams, request_seed
 from rltrain.routing.integrity import RouteShape, check_routes
 
@@ -70,7 +76,10 @@ def sample(
         gpu_memory_utilization=0.3,
         engine_args={"skip_tokenizer_init": True},
     )
-    spec = EngineSpec(model, rollout, sizes.prompt_tokens, 0, device, None)
+    quantization = folder_config(model).get("quantization_config")
+    spec = EngineSpec(
+        model, rollout, sizes.prompt_tokens, 0, device, None, quantization=quantization
+    )
     # One process less to clean up.
     os.environ.update(environment(spec) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     import vllm

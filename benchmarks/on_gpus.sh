@@ -4,7 +4,7 @@
 #   OUT=folder benchmarks/on_gpus.sh [PART[:SECONDS] ...]      from the repository's root
 #
 # One GPU: head sync route_scheduler fp8_rollout proof_ipc train rollout routes step
-#          weight_sync_ipc mismatch demo
+#          weight_sync_ipc mismatch route_gate route_noise demo
 # Two:     proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16
 # Without parts it runs all that the visible GPUs can hold. Each writes OUT/PART.log and, if it is a
 # benchmark, OUT/PART.json; a part that fails or runs out of time does not stop the others.
@@ -41,6 +41,8 @@ run() {
     weight_sync_broadcast) bench weight_sync --carrier broadcast ;;
     overlap) bench overlap ;;
     mismatch) bench mismatch --train-seconds 200 ;;
+    route_gate) bench route_gate ;; # what the gate on routes costs a measured step
+    route_noise) bench route_noise --train-seconds 120 ;; # bf16 and FP8 engines; see ADR 18
     demo) demo cluster.num_gpus=1 cluster.placement=colocated ;;
     demo_apart) demo cluster.num_gpus=2 cluster.placement=disaggregated ;;
     demo_tp2) demo cluster.num_gpus=2 cluster.placement=colocated policy.parallel.tp=2 \
@@ -54,7 +56,7 @@ export -f run bench demo
 export OUT PYTHON models
 
 one="head sync route_scheduler fp8_rollout proof_ipc train rollout routes step"
-one="$one weight_sync_ipc mismatch demo"
+one="$one weight_sync_ipc mismatch route_gate route_noise demo"
 two="proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16"
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 [ "$gpus" -ge 2 ] && one="$one $two"

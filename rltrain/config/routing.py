@@ -21,6 +21,10 @@ class RoutingReplayConfig(Section):
     min_overlap: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Mean share of a token's experts that native routing also picks, per layer, below which a run
     in mode r3 stops and names the layer. Chance is K/E."""
+    gate: Literal["stop", "warn"] = "stop"
+    """What a run in mode r3 does where the routes of a sampled step are systematically wrong: in a
+    layer, column, sample, expert or part of the samples, more experts lie far below the trainer's
+    own choice than rounding explains. The message names where."""
     reference: Literal["native", "replay"] = "native"
     trace: bool = False
     """Compare hashes of what every router read and used, in every replayed pass, with those that

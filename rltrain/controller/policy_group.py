@@ -1,6 +1,7 @@
 """The controller's handle on the policy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from rltrain.controller.worker_group import WorkerGroup
 from rltrain.parallel.tokens import TokenGrid, padded_lengths
 from rltrain.policy.types import Agreement, Scored, StageScored, Updated
+from rltrain.routing.flips import WideFlips, join_flips, sum_flips
 
 
 class PolicyGroup(WorkerGroup):
@@ -53,6 +55,16 @@ class PolicyGroup(WorkerGroup):
         """
         return self._update(fields, routing=routing, kl_coef=kl_coef)
 
+    def wide_flips(self, narrow: Mapping[int, int]) -> WideFlips:
+        """Of the whole batch; see `PolicyWorker.wide_flips`."""
+        answers = self._by_dp_rank(self.call("wide_flips", narrow))
+        found = [
+            replace(part, rows=self._batch.token_index(rows).numpy()[part.rows])
+            for rows, stages in zip(self._plan.shards, answers, strict=True)
+            for part in stages
+        ]
+        return join_flips(found)
+
     @property
     def padded_fraction(self) -> float:
         """Padding among the rows that routers see in the step's updates."""
@@ -78,6 +90,8 @@ class PolicyGroup(WorkerGroup):
             flipped=self._unshard([a.flipped for a in found]),
             first_flip=self._unshard([a.first_flip for a in found]),
             load={n: torch.stack([a.load[n] for a in found]).sum(0) for n in found[0].load},
+            num_judged=sum(a.num_judged for a in found),
+            flips={n: sum_flips([a.flips[n] for a in found]) for n in found[0].flips},
         )
 
 
@@ -96,6 +110,8 @@ def merge_stages(stages: Sequence[StageScored]) -> Scored:
         flipped=torch.stack([stage.flipped for stage in found]).any(0),
         first_flip=torch.stack([stage.first_flip for stage in found]).amin(0),
         load={layer: load for stage in found for layer, load in stage.load.items()},
+        num_judged=found[0].num_judged,
+        flips={layer: flips for stage in found for layer, flips in stage.flips.items()},
     )
     return Scored(logprobs, agreement)
 

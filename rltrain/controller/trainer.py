@@ -1,5 +1,6 @@
 """A step of reinforcement learning: generate, reward, score, update, sync."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
-from rltrain.controller import stages, step_metrics
+from rltrain.controller import route_gate, stages, step_metrics
 from rltrain.controller.cluster import Cluster
 from rltrain.controller.critic_group import CriticGroup
 from rltrain.controller.invariants import Check, FirstStep, check_first_step
@@ -16,10 +17,12 @@ from rltrain.controller.noise import engine_precision, trainer_precision
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.turns import Turns
 from rltrain.controller.weight_sync import WeightSync, check_weight_sync
-from rltrain.policy.types import Scored, Updated
+from rltrain.policy.types import Agreement, Scored, Updated
 from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.timers import StepTimer
 from rltrain.weights.architecture import Architecture
+
+logger = logging.getLogger(__name__)
 
 UPDATE_ROUTING: dict[str, Literal["native", "rollout", "recorded"]] = {
     "off": "native",
@@ -139,7 +142,7 @@ class Trainer(Loop):
         compared = batch.rollout_logprobs, batch.response_mask, batch.seq_lens
         if scored.agreement is None:
             return mismatch_metrics(scored.logprobs, *compared)
-        native = scored
+        native, wide = scored, {}
         if self.config.routing_replay.mode == "r3":
             stages.check_overlap(
                 scored.agreement,
@@ -147,16 +150,37 @@ class Trainer(Loop):
                 self.arch.num_experts,
                 self.config.routing_replay.min_overlap,
             )
+        if scored.agreement.flips:
+            wide = self.check_routes(batch, scored.agreement)
+        if self.config.routing_replay.mode == "r3":
             native = self.policy.score(routing="native", measure=True)
         assert native.agreement is not None
         flipped = native.agreement.flipped
         return {
             **step_metrics.overlap_metrics(scored.agreement, self.arch.experts_per_token),
+            **wide,
             **step_metrics.load_metrics(scored.agreement.load),
             **mismatch_metrics(scored.logprobs, *compared, flipped),
             **mismatch_metrics(native.logprobs, *compared, flipped, area="mismatch_native"),
             "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
         }
+
+    def check_routes(self, batch: Batch, agreement: Agreement) -> dict[str, float]:
+        """Where routes are replayed, what is systematically wrong with them ends the run.
+
+        Raises:
+            RuntimeError: naming layer, column, sample, expert or part of the samples, where
+                ``routing_replay.gate=stop``.
+        """
+        replay = self.config.routing_replay
+        flips = self.policy.wide_flips(route_gate.narrow_bins(agreement))
+        if replay.mode == "r3":
+            wrong = route_gate.wrong_routes(batch, agreement, flips, self.arch.experts_per_token)
+            if wrong is not None and replay.gate == "stop":
+                raise RuntimeError(f"{wrong}. routing_replay.gate=warn goes on all the same")
+            if wrong is not None:
+                logger.warning("%s", wrong)
+        return route_gate.flip_metrics(agreement, flips)
 
     def measures(self, batch: Batch, step: int) -> bool:
         every = self.config.routing_replay.sample_every

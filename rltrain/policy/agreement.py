@@ -9,6 +9,7 @@ from rltrain.policy.passes import Recorded
 from rltrain.policy.types import NO_FLIP, NUM_PARTS, Agreement
 from rltrain.routing.agreement import flipped_before, num_shared
 from rltrain.routing.codec import decode
+from rltrain.routing.flips import judged_rows
 
 
 def agree(
@@ -53,4 +54,6 @@ def agree(
             layer: response[:, i].flatten().bincount(minlength=num_experts)
             for i, layer in enumerate(layers)
         },
+        num_judged=int(judged_rows(mask, lens).sum()) if recorded.flips is not None else 0,
+        flips=recorded.flips or {},
     )

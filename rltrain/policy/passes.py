@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rltrain.algorithms.objective import Sums
 from rltrain.config.policy import PolicyConfig
+from rltrain.policy.flips import FlipSums
 from rltrain.policy.head import head_input, head_weight, hidden_states
 from rltrain.policy.logprobs import Vocabulary, logprobs_of_hidden, logprobs_of_logits
 from rltrain.policy.mesh import Mesh
@@ -26,6 +27,7 @@ from rltrain.policy.model import decoder_layers, decoder_routers
 from rltrain.policy.recompute import router_reruns
 from rltrain.policy.replay import RouterRecord, RoutingTaps, tapped
 from rltrain.routing.codec import route_dtype
+from rltrain.routing.flips import LayerFlips
 from rltrain.weights.architecture import Architecture
 
 # One micro-batch and `ModelOnMesh.outputs` at its slots -> its share of the loss, its sums.
@@ -105,6 +107,8 @@ class Recorded:
     gate_mass: Tensor  # fp32; see `rltrain.routing.agreement.gate_mass`  # [N, L]
     margin: Tensor  # fp32; see `rltrain.routing.agreement.choice_margin`  # [N, L]
     tokens: Tensor  # int64, what their rows read  # [N]
+    deficits: Tensor | None = None  # bins of `rltrain.routing.deficits`, if compared  # [N, L, K]
+    flips: dict[int, LayerFlips] | None = None  # by layer, if compared
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ def score(
     *,
     replay: bool,
     record: bool,
+    compare: bool = False,
 ) -> Scores:
     """Log-probabilities of a shard's tokens, without gradients.
 
@@ -130,8 +135,10 @@ def score(
         num_tokens: of the shard
         replay: route by the shard's ``replay_expert_indices``
         record: also return what the routers did
+        compare: with ``record`` and ``replay``, also how far the replayed experts lie below the
+            routers' own choice
     """
-    recorder = Recorder(model, num_tokens) if record else None
+    recorder = Recorder(model, num_tokens, compare=compare) if record else None
     logprobs = infer(model, micro_batches, num_tokens, replay=replay, recorder=recorder)
     return Scores(logprobs, recorder.gathered() if recorder is not None else None)
 
@@ -231,6 +238,7 @@ def _run(
                 num_micro_batches=len(micro_batches),
                 recomputations=model.reruns(number) if backward else None,
                 record=recorder is not None,
+                compare=recorder is not None and recorder.compares,
             )
             taps[id(chunk)] = stack.enter_context(block)
         get_forward_backward_func()(
@@ -248,15 +256,23 @@ def _run(
 class Recorder:
     """Keeps what routers did, micro-batch by micro-batch, and puts it back in the shard's order."""
 
-    def __init__(self, model: ModelOnMesh, num_tokens: int) -> None:
+    def __init__(self, model: ModelOnMesh, num_tokens: int, *, compare: bool = False) -> None:
         self._model = model
         self._num_tokens = num_tokens
+        self._flips = FlipSums(model.route_layers, model.arch.num_experts) if compare else None
         self._micro_batches: dict[int, MicroBatch] = {}
         self._kept: dict[int, dict[int, RouterRecord]] = {}
 
     def keep(self, mb: MicroBatch, taps: RoutingTaps) -> None:
         self._micro_batches[mb.number] = mb
-        self._kept.setdefault(mb.number, {}).update(taps.recorded(mb.number))
+        found = taps.recorded(mb.number)
+        self._kept.setdefault(mb.number, {}).update(found)
+        if self._flips is not None:
+            self._flips.add(mb, found)
+
+    @property
+    def compares(self) -> bool:
+        return self._flips is not None
 
     def gathered(self) -> Recorded:
         """Collective over the ranks that share the shard's tokens. L may be 0."""
@@ -268,6 +284,8 @@ class Recorder:
             gate_mass=torch.zeros(n, len(layers)),
             margin=torch.zeros(n, len(layers)),
             tokens=torch.zeros(n, dtype=torch.int64),
+            deficits=torch.zeros(n, len(layers), k, dtype=torch.uint8) if self.compares else None,
+            flips=None if self._flips is None else self._flips.summed(mesh),
         )
         for number, mb in self._micro_batches.items() if layers else ():
             kept = [self._kept[number][layer] for layer in layers]
@@ -281,6 +299,9 @@ class Recorder:
                 (read, whole.tokens),
             ):
                 mb.scatter(_all_gather(rows, mesh), index, shard)
+            if whole.deficits is not None:
+                of_layers = [r.deficits.given for r in kept if r.deficits is not None]
+                mb.scatter(_all_gather(torch.stack(of_layers, dim=1), mesh), index, whole.deficits)
         return whole
 
     def _dtype(self) -> torch.dtype:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rltrain.routing.agreement import choice_margin, gate_mass
 from rltrain.routing.codec import decode
+from rltrain.routing.deficits import Deficits, deficits
 from rltrain.routing.groups import BEST_OF_GROUP
 
 _UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")
@@ -46,6 +47,7 @@ class RouterRecord:
     used: Tensor  # what it was made to choose  # [S, K]
     gate_mass: Tensor  # of what was used over that of the native choice, by its own gates  # [S]
     margin: Tensor  # of the native choice; see `rltrain.routing.agreement.choice_margin`  # [S]
+    deficits: Deficits | None = None  # of its target's experts, where they are to be compared
 
 
 class RouterTap:
@@ -58,13 +60,16 @@ class RouterTap:
         scores_are_logits: bool,
         expert_bias: Tensor | None = None,
         best_of_group: int = 2,
+        sigmoid: bool = False,
     ) -> None:
         self.layer = layer
         self.recomputations = recomputations
         self.scores_are_logits = scores_are_logits
         self.expert_bias = expert_bias
         self.best_of_group = best_of_group
+        self.sigmoid = sigmoid
         self.recording = False
+        self.comparing = False
         self.running: int | None = None  # the micro-batch whose forward pass is under way
         self.target: Target | None = None
         self.recomputing: int | None = None  # the micro-batch whose backward pass is under way
@@ -95,7 +100,10 @@ class RouterTap:
             margin = choice_margin(
                 scores.detach(), topk, num_groups, group_topk, self.best_of_group
             )
-            self.recorded[self.running] = self._record(scores.detach(), native, experts, margin)
+            compared = self._deficits(scores.detach(), num_groups, group_topk)
+            self.recorded[self.running] = self._record(
+                scores.detach(), native, experts, margin, compared
+            )
         return scores.gather(1, experts), experts
 
     def _forward(self, micro_batch: int, shape: tuple[int, int], native: Tensor | None) -> Tensor:
@@ -125,14 +133,30 @@ class RouterTap:
         return torch.where(target.replayed.unsqueeze(1), experts, native)
 
     def _record(
-        self, scores: Tensor, native: Tensor, experts: Tensor, margin: Tensor
+        self,
+        scores: Tensor,
+        native: Tensor,
+        experts: Tensor,
+        margin: Tensor,
+        compared: Deficits | None,
     ) -> RouterRecord:
-        gates = scores.float()
-        if self.scores_are_logits:
-            gates = gates.softmax(dim=-1)
-        elif self.expert_bias is not None:  # it moves the choice and is no part of a gate
-            gates = gates - self.expert_bias
-        return RouterRecord(native, experts, gate_mass(gates, experts, native), margin)
+        gates = scores.float().softmax(dim=-1) if self.scores_are_logits else self._gates(scores)
+        return RouterRecord(native, experts, gate_mass(gates, experts, native), margin, compared)
+
+    def _gates(self, scores: Tensor) -> Tensor:
+        """Of scores that are no logits. A bias moves the choice and is no part of a gate."""
+        return scores.float() if self.expert_bias is None else scores.float() - self.expert_bias
+
+    def _deficits(
+        self, scores: Tensor, num_groups: int | None, group_topk: int | None
+    ) -> Deficits | None:
+        if not self.comparing or self.target is None:
+            return None
+        limits = {"num_groups": num_groups, "group_topk": group_topk, "best": self.best_of_group}
+        gates = self._gates(scores) if self.sigmoid else None
+        if not self.sigmoid and not self.scores_are_logits:
+            scores = scores.float().clamp_min(torch.finfo(torch.float32).tiny).log()
+        return deficits(scores, decode(self.target.experts), gates=gates, **limits)
 
     def _recompute(self, scores: Tensor) -> Tensor:
         micro_batch = self.recomputing
@@ -213,6 +237,7 @@ def tapped(
     num_micro_batches: int,
     recomputations: Mapping[int, int] | None = None,
     record: bool = False,
+    compare: bool = False,
 ) -> Iterator[RoutingTaps]:
     """Route one pass of ``num_micro_batches`` through taps; nothing of it outlives the block.
 
@@ -221,6 +246,7 @@ def tapped(
         recomputations: by layer, how often the backward pass reruns its router
             (`rltrain.policy.recompute`); None where there is no backward pass
         record: keep what every router did for `RoutingTaps.recorded`
+        compare: with ``record``, also how far its targets lie below its own choice
 
     Raises:
         RuntimeError: a router was skipped, ran twice, or saw other rows than its routes have.
@@ -233,6 +259,7 @@ def tapped(
             _scores_are_logits(router),
             router.expert_bias,
             BEST_OF_GROUP[router.config.moe_router_score_function],
+            sigmoid=router.config.moe_router_score_function == "sigmoid",
         )
         for layer, router in routers.items()
     }
@@ -240,7 +267,7 @@ def tapped(
         layer: _replay_of(layer, router) for layer, router in routers.items()
     }
     for layer, replay in replays.items():
-        taps[layer].recording = record
+        taps[layer].recording, taps[layer].comparing = record, compare
         replay.get_replay_topk = taps[layer]
     try:
         yield RoutingTaps(taps)

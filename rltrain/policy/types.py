@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from rltrain.routing.flips import LayerFlips
+
 NUM_PARTS = 4
 NO_FLIP = 1 << 30
 
@@ -24,6 +26,9 @@ class Agreement:
     first_flip: Tensor  # int64, the lowest layer in which a row differs, or NO_FLIP  # [N]
     load: dict[int, Tensor] = field(default_factory=dict)
     """layer -> response rows that the rollout sent to each expert, int64  # [E]"""
+    num_judged: int = 0  # rows that `flips` are of; see `rltrain.routing.flips.judged_rows`
+    flips: dict[int, LayerFlips] = field(default_factory=dict)
+    """layer -> what its router thinks of the rollout's experts, where they were compared"""
 
 
 @dataclass(frozen=True)

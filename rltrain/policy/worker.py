@@ -5,7 +5,7 @@ step's shard of sequences at a time, so routes reach it once and never leave: R3
 object store, R2's from its own log-probability pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -29,6 +29,7 @@ from rltrain.policy.sequences import sequence_mean
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, route_dtype
+from rltrain.routing.flips import WideFlips, judged_rows, wide_flips
 from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.broadcast import SENDER, BroadcastSender, Group
 from rltrain.weights.cuda_ipc import IpcSender, device_name
@@ -53,6 +54,7 @@ class PolicyWorker(Learner):
             self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None
         )
         self.recorded_routes: Tensor | None = None
+        self._deficits: Tensor | None = None  # of the rollout's routes, where last compared
         self._sent_routes: tuple[Tensor, Tensor] | None = None  # and their copy on the device
 
     def _parts(self) -> Parts:
@@ -81,6 +83,7 @@ class PolicyWorker(Learner):
         """Take this rank's sequences of the step; tokens and routes are checked here."""
         shard.check_tokens(self.arch.vocab_size)
         self.recorded_routes = self._sent_routes = None
+        self._deficits = None
         routes = shard.rollout_expert_indices
         self._refs = routes if isinstance(routes, tuple) else ()
         if isinstance(routes, tuple):
@@ -116,6 +119,10 @@ class PolicyWorker(Learner):
                 a captured route (R3 that falls back on R2)
         """
         shard = self._replaying(self._shard(), routing)
+        # In mode r3 the native pass has another history than the engine had.
+        compares = measure and (routing == "rollout" or self.config.routing_replay.mode != "r3")
+        if compares and routing == "native":
+            shard = self._compared(shard)
         model = self.model if of == "policy" else self.reference
         assert model is not None, "the reference was not built: algorithm.kl.coef is 0"
         traced = self.config.routing_replay.trace and routing == "rollout"
@@ -123,15 +130,17 @@ class PolicyWorker(Learner):
             model,
             self._cut(plan, shard),
             shard.num_tokens,
-            replay=routing != "native",
+            replay=routing != "native" or compares,
             record=record or measure or traced,
+            compare=compares,
         )
         if record and scores.recorded is not None:
             self.recorded_routes = scores.recorded.used
         if traced and scores.recorded is not None:
             self._trace(shard, plan, scores.recorded, f"scoring the {of}")
-        # One rank speaks for all that hold the same sequences and layers.
-        if self.mesh.tp_rank or self.mesh.cp_rank:
+        if compares and scores.recorded is not None:
+            self._deficits = scores.recorded.deficits
+        if not self._speaks:
             return None
         agreement = None
         if measure and scores.recorded is not None:
@@ -139,6 +148,33 @@ class PolicyWorker(Learner):
             sizes = self.arch.num_layers, self.arch.num_experts
             agreement = agree(shard, scores.recorded, layers, *sizes)
         return StageScored(scores.logprobs, agreement)
+
+    @property
+    def _speaks(self) -> bool:
+        """One rank speaks for all that hold the same sequences and layers."""
+        return self.mesh.tp_rank == 0 and self.mesh.cp_rank == 0
+
+    def wide_flips(self, narrow: Mapping[int, int]) -> WideFlips | None:
+        """Of the shard's rows as last compared; see `rltrain.routing.flips.wide_flips`.
+
+        Args:
+            narrow: of every layer of the model that has a router
+        """
+        if not self._speaks:
+            return None
+        assert self._deficits is not None, "no routes were compared in this step"
+        shard = self._shard()
+        routes, mask = shard.require("rollout_expert_indices", "route_mask")
+        judged = judged_rows(mask, shard.seq_lens)
+        layers = tuple(self.model.route_layers)
+        return wide_flips(self._deficits, routes, judged, layers, narrow)
+
+    @staticmethod
+    def _compared(shard: Batch) -> Batch:
+        """The shard, so that its routers choose natively and are compared with the rollout's."""
+        (routes,) = shard.require("rollout_expert_indices")
+        nowhere = torch.zeros(shard.num_tokens, dtype=torch.bool)
+        return shard.with_fields(replay_expert_indices=routes, replay_mask=nowhere)
 
     def _replaying(self, shard: Batch, routing: str) -> Batch:
         """The shard with what its routers must choose; in native routing that is nothing.
@@ -173,8 +209,12 @@ class PolicyWorker(Learner):
             for values in (recorded.tokens, recorded.used, stored)
         )
         refs = [self._refs[i] for i in samples]
+        repeated = None
+        if self.recorded_routes is not None:
+            recorded_of = self.recorded_routes.split(shard.seq_lens.tolist())
+            repeated = [recorded_of[i] for i in samples]
         if layers := self.model.route_layers:
-            check_trace(refs, read, used, fetched, layers, when)
+            check_trace(refs, read, used, fetched, layers, when, repeated)
 
     def update(
         self,

@@ -20,6 +20,8 @@ from rltrain.routing.runs import runs, stale_runs
 # A layer that sent this many different tokens to expert 0 alone was not captured; fewer may be
 # chance. Only matters for top-1 models: with more experts per token, zeros are duplicates.
 CHANCE_TOKENS = 64
+# A shorter run of equal rows may be a row that was put in twice, and then every later row is late.
+LONG_RUN = 13
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ def check_routes(
     """Validate the routes of a step and drop the layers without a router.
 
     A row cannot be used when an id is out of range, an expert is chosen twice, it is one of a run
-    of stale rows (`stale_runs`), or it is not there: too few rows are a prefix. Of a sample with
-    a layer of zeros, too many rows, another count of layers or experts, or no integers, none can.
+    of stale rows (`stale_runs`) or comes after a short one, or it is not there: too few rows are a
+    prefix. Of a sample with a layer of zeros, too many rows, another count of layers or experts, or
+    no integers, none can.
 
     Args:
         routes: per sample ``[tokens - 1, num_layers, K]`` ids of any integer dtype.
@@ -113,7 +116,7 @@ def _examine(
         faults += _malformed(ids, shape)
         faults += [
             _Fault(
-                slice(start, end),
+                slice(start, end if end - start >= LONG_RUN else None),
                 f", rows {start} to {end - 1}: every layer repeats one choice of experts though "
                 "the tokens differ, so these rows are left over from something else",
             )

@@ -48,12 +48,14 @@ def stale_tokens(num_layers: int, num_experts: int, experts_per_token: int) -> f
     The threshold n is where ``chance ** (n - 1)`` falls to 1e-12: one false alarm in a hundred runs
     of 1e10 rows. ``chance`` bounds how often another token takes the same experts in every layer.
     It is the cube root of that for uniform, independent choices, which allows for uneven and
-    correlated ones, and at least 0.1. Measured on random models, over pairs of different tokens:
-    0.11 with 1 layer of top-2 of 8 (bound 0.33), 0.008 with 2 layers (0.11), 0.37 with 1 layer of
-    top-1 of 8 (0.5).
+    correlated ones, and at least 0.1 in small models. Measured on random models, over pairs of
+    different tokens: 0.11 with 1 layer of top-2 of 8 (bound 0.33), 0.008 with 2 layers (0.11), 0.37
+    with 1 layer of top-1 of 8 (0.5). Where the cube root is below 1e-12 by itself, as in models of
+    a usual size (48 layers of top-8 of 128: 1e-194), one repeat is enough: the row at the boundary
+    of two parts that stands twice.
     """
     choices = comb(num_experts, experts_per_token) ** num_layers
     if choices == 1:
         return inf  # every row is equal
-    chance = max(0.1, 10 ** (-log10(choices) / 3))
-    return 1 + ceil(12 / -log10(chance))
+    digits = log10(choices) / 3
+    return 2 if digits >= 12 else 1 + ceil(12 / min(1.0, digits))

@@ -43,6 +43,7 @@ def check_trace(
     stored: Sequence[Tensor],
     layers: Sequence[int],
     when: str,
+    repeated: Sequence[Tensor] | None = None,
 ) -> int:
     """Compare what the routers of ``layers`` did with what the engine sent.
 
@@ -52,6 +53,8 @@ def check_trace(
         stored: per sample the experts that were fetched; they stand in for the rows without a
             captured route, which the routers chose themselves  # [tokens, len(layers), K]
         when: which pass, for the error
+        repeated: per sample the experts that an earlier pass recorded, which the rows without a
+            captured route are to repeat; None lets them choose  # [tokens, len(layers), K]
 
     Returns:
         How many hashes were compared; blocks of which ``layers`` hold a part have none.
@@ -68,6 +71,11 @@ def check_trace(
             raise RuntimeError(f"{where}: the routers read other tokens than the engine")
         rows = experts[: ref.rows].clone()
         for start, end in ref.missing:
+            if repeated is not None and not rows[start:end].equal(repeated[number][start:end]):
+                raise RuntimeError(
+                    f"{where}, rows {start} to {end - 1}: they have no captured route, and the "
+                    "routers used other experts than the log-probability pass recorded"
+                )
             rows[start:end] = fetched[start:end]
         compared += 1
         for block, held in enumerate(block_layers(ref)):

@@ -319,6 +319,34 @@ ROUTING = (
         better="higher",
     ),
     _routing(
+        "routing/wide_flip_fraction",
+        "rows with an expert further below the trainer's own choice than rounding moves it",
+        "judged rows x layers",
+        when="sampled",
+        better="lower",
+    ),
+    _routing(
+        "routing/wide_flip_fraction/layer_{layer}",
+        "the same of one layer, by global layer number",
+        "judged rows",
+        when="sampled",
+        better="lower",
+    ),
+    _routing(
+        "routing/flip_noise/layer_{layer}",
+        "scale of the difference between engine and trainer, in the router's logits, from narrow "
+        "flips; left out where too few rows were judged",
+        "experts next to the native choice",
+        when="sampled",
+    ),
+    _routing(
+        "routing/judged_fraction",
+        "rows whose sequence has a captured route in every row so far",
+        "captured rows",
+        when="sampled",
+        better="higher",
+    ),
+    _routing(
         "routing/load_max",
         "max over layers and experts of share * E - 1, of the rollout's routes",
         "captured response rows of a layer",

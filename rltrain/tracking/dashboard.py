@@ -70,6 +70,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("overlap", ("routing/overlap", "routing/overlap_min")),
         Panel("overlap per layer", ("routing/overlap/layer_{layer}",)),
+        Panel("wide flips per layer", ("routing/wide_flip_fraction/layer_{layer}",)),
         Panel("tokens a flip can reach", ("routing/flipped_token_fraction",)),
         Panel("gate weight that replay keeps", ("routing/gate_mass",)),
         Panel("load of the experts above an even share", ("routing/load_max", "routing/load_mean")),

@@ -6,8 +6,10 @@ in range, a row a token. What is stopped by form alone is in ``tests/unit/routin
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from rltrain.batch import Batch, RouteRef
 from rltrain.config import Config
 from rltrain.config.routing import RoutingReplayConfig
+from rltrain.controller.route_gate import flip_metrics, narrow_bins, wrong_routes
 from rltrain.controller.stages import check_overlap
 from rltrain.policy.types import Agreement
 from rltrain.routing.agreement import num_shared, spread_experts
@@ -88,6 +91,82 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 STALE = "stale weights"
 
 
+# What a mean over all rows does not see, each a tenth of the size at which it was reported
+
+MANY, LENGTH = 64, 41
+"""Samples of one length, so that faults are slices of  # [MANY, LENGTH - 1, L, K]"""
+
+
+def one_sample_swapped(routes: Tensor) -> None:
+    routes[17] = routes[18].clone()
+
+
+def one_sample_late(routes: Tensor) -> None:
+    routes[17] = routes[17].roll(1, 0)
+
+
+def some_rows(routes: Tensor) -> Tensor:
+    """3 % of them, anywhere.  # bool [MANY, LENGTH - 1]"""
+    chosen: Tensor = torch.rand(routes.shape[:2], generator=torch.Generator().manual_seed(2)) < 0.03
+    chosen[:, 0] = False
+    return chosen
+
+
+def rows_random(routes: Tensor) -> None:
+    chosen = some_rows(routes)
+    scores = torch.rand(
+        int(chosen.sum()), len(MOE), EXPERTS, generator=torch.Generator().manual_seed(3)
+    )
+    routes[chosen] = scores.topk(K).indices.to(routes.dtype)
+
+
+def rows_stale(routes: Tensor) -> None:
+    chosen = some_rows(routes)
+    routes[chosen] = routes.roll(1, 1)[chosen]
+
+
+def every_37th_row_stale(routes: Tensor) -> None:
+    rows = routes.flatten(0, 1).clone()
+    rows[37::37] = rows[36:-1:37]
+    routes.copy_(rows.view_as(routes))
+
+
+def first_rows_late(routes: Tensor) -> None:
+    routes[:, 1:3] = routes[:, 0:2].clone()
+
+
+def last_rows_late(routes: Tensor) -> None:
+    routes[:, -1:] = routes[:, -2:-1].clone()
+
+
+def a_column_of_a_layer(routes: Tensor) -> None:
+    """The next free id above each row's other one."""
+    other = routes[:, :, 1, 0].long()
+    draw = torch.randint(1, EXPERTS, other.shape, generator=torch.Generator().manual_seed(4))
+    routes[:, :, 1, 1] = ((other + draw) % EXPERTS).to(routes.dtype)
+
+
+def two_ids_exchanged(routes: Tensor) -> None:
+    ids = torch.arange(EXPERTS, dtype=routes.dtype)
+    ids[[3, 5]] = ids[[5, 3]]
+    routes[:, :, 1] = ids[routes[:, :, 1].long()]
+
+
+TENTHS: dict[str, tuple[Callable[[Tensor], None], str]] = {
+    "one sample of 64 swapped": (one_sample_swapped, "wrong. sample 17 of 64"),
+    "one sample of 64 late": (one_sample_late, "wrong. sample 17 of 64"),
+    "3 % of rows random": (rows_random, "wrong. rows all over the step"),
+    "3 % of rows stale": (rows_stale, "wrong. rows all over the step"),
+    "every 37th row stale": (every_37th_row_stale, "wrong. rows all over the step"),
+    "first 5 % late": (first_rows_late, "wrong. (row [12] of every sample|rows from 0% to 6%)"),
+    "last 2.5 % late": (last_rows_late, "wrong. (the last row of every|rows from 94% to 100%)"),
+    "one column of a layer": (a_column_of_a_layer, "wrong. layer 2, column 1: "),
+    "two ids exchanged in a layer": (two_ids_exchanged, "wrong. layer 2, expert [35]: "),
+}
+"""Changes true routes in place; where the gate finds it."""
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("wrong")
@@ -141,6 +220,26 @@ def test_every_fault_is_well_formed_and_changes_most_rows() -> None:
         assert ((wrong != true).any(2).float().mean(0) > 0.4).any(), name
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_engine_that_rounds_passes(found: dict[str, Any], precision: str) -> None:
+    measured = found["tenths"][precision]["none"]
+    assert measured["wrong"] is None
+    assert measured["wide"] < 1e-3
+    # It does round, so there is something to tell faults from.
+    assert (measured["overlap"] < 1.0) == (precision != "fp32")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fault", TENTHS)
+def test_a_tenth_of_a_fault_is_found_and_located(
+    found: dict[str, Any], fault: str, precision: str
+) -> None:
+    measured = found["tenths"][precision][fault]
+    assert re.search(TENTHS[fault][1], measured["wrong"] or "passed"), measured
+    if "column" not in fault:  # one of two experts: the mean sees that, too
+        assert measured["overlap"] > MIN_OVERLAP
+
+
 @pytest.mark.parametrize(
     ("fault", "answer"),
     [
@@ -158,6 +257,15 @@ def test_checksums_stop_what_was_mixed_up_on_the_way(
 ) -> None:
     with pytest.raises(RuntimeError, match=answer):
         raise RuntimeError(found["errors"][fault])
+
+
+def test_an_update_repeats_what_was_recorded(found: dict[str, Any]) -> None:
+    """With ``fallback=r2``, in rows without a captured route, whose stored experts mean nothing."""
+    repeated = found["fallback=r2"]
+    assert repeated["stored is recorded"] is False
+    assert repeated["scored again"] == "" and repeated["moved"] < 1e-6
+    assert repeated["update"] == ""
+    assert re.search(r"the update, sample 0 .*rows 5 to 8: .*pass recorded", repeated["changed"])
 
 
 def test_true_refs_pass_every_checksum(found: dict[str, Any]) -> None:
@@ -189,7 +297,7 @@ def run_faults(rank: int, folder: Path) -> None:
     cpu = torch.device("cpu")
     config = Config.model_validate({"algorithm": {"kl": {"coef": 0.1}}})
     worker = PolicyWorker(config, rank, rendezvous(folder, "one"), str(folder / "model"), cpu)
-    found = _gated(worker) | {"reference": _reference(worker)}
+    found = _gated(worker) | {"tenths": _tenths(worker)} | {"reference": _reference(worker)}
     with pytest.MonkeyPatch.context() as patch:
         # The store itself is tested with Ray in tests/integration/test_route_store.py.
         patch.setattr("rltrain.policy.routes.ray.get", lambda held: [h.array for h in held])
@@ -255,6 +363,60 @@ def _gated(worker: Any) -> dict[str, Any]:
     return found
 
 
+def _tenths(worker: Any) -> dict[str, Any]:
+    """By the engine's precision and by fault: what the gate says, and what the mean sees."""
+    lens = torch.full((MANY,), LENGTH)
+    n = MANY * LENGTH
+    batch = Batch(
+        tokens=torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(5)),
+        seq_lens=lens,
+        response_mask=torch.ones(n, dtype=torch.bool),
+        route_mask=~last_rows(lens),
+    )
+    plan = [list(range(first, first + 16)) for first in range(0, MANY, 16)]
+    found: dict[str, Any] = {}
+    for name, dtype in PRECISIONS.items():
+        true = _engine_routes(worker, batch, plan, dtype)
+        found[name] = {"none": _judged(worker, batch, plan, true)}
+        for fault, (put, _) in TENTHS.items():
+            routes = true.clone()
+            put(routes.view(MANY, LENGTH, len(MOE), K)[:, :-1])
+            found[name][fault] = _judged(worker, batch, plan, routes)
+    return found
+
+
+def _engine_routes(worker: Any, batch: Batch, plan: Any, dtype: torch.dtype) -> Tensor:
+    """The native routes of a worker whose matrices are rounded, but for the router's."""
+    rounded = {
+        name: parameter
+        for name, parameter in worker.chunks[0].named_parameters()
+        if parameter.dim() > 1 and "router" not in name
+    }
+    kept = {name: parameter.detach().clone() for name, parameter in rounded.items()}
+    with torch.no_grad():
+        for parameter in rounded.values():
+            scale = parameter.abs().amax() / 448 if dtype.itemsize == 1 else 1.0
+            parameter.copy_((parameter / scale).to(dtype).to(parameter.dtype) * scale)
+        worker.begin_step(batch)
+        worker.score(plan, routing="native", record=True)
+        for name, parameter in rounded.items():
+            parameter.copy_(kept[name])
+    routes: Tensor = worker.recorded_routes
+    return routes
+
+
+def _judged(worker: Any, batch: Batch, plan: Any, routes: Tensor) -> dict[str, Any]:
+    batch = batch.with_fields(rollout_expert_indices=routes)
+    worker.begin_step(batch)
+    agreement = worker.score(plan, routing="rollout", measure=True).agreement
+    flips = worker.wide_flips(narrow_bins(agreement))
+    return {
+        "wrong": wrong_routes(batch, agreement, flips, K),
+        "wide": flip_metrics(agreement, flips)["routing/wide_flip_fraction"],
+        "overlap": min(agreement.shared.values()) / (agreement.num_rows * K),
+    }
+
+
 def _reference(worker: Any) -> dict[str, float]:
     wrong = swapped(_native_routes(worker))
     worker.begin_step(_batch().with_fields(rollout_expert_indices=wrong))
@@ -300,7 +462,38 @@ def _checked(worker: Any) -> dict[str, Any]:
         "one expert changed in the worker": _error(lambda: _mixed_up(worker, refs, one_expert)),
         "in the update": _error(lambda: _mixed_up(worker, refs, swapped(true), update=True)),
     }
-    return found | {"errors": errors}
+    return found | {"errors": errors, "fallback=r2": _repeated(worker, true)}
+
+
+def _repeated(worker: Any, true: Tensor) -> dict[str, Any]:
+    replay = {"mode": "r3", "trace": True, "fallback": "r2"}
+    worker.config = Config.model_validate({"routing_replay": replay})
+    stored = true.clone()
+    stored[slice(*GAP)] = garbage(GAP[1] - GAP[0])[:, None]
+    refs = _refs(stored)
+    mask = ~last_rows(torch.tensor(LENGTHS))
+    mask[slice(*GAP)] = False
+    refs = (replace(refs[0], missing=(GAP,)), *refs[1:])
+    worker.begin_step(_batch().with_fields(rollout_expert_indices=refs, route_mask=mask))
+    first = worker.score(PLAN, routing="rollout", record=True).logprobs
+    found = {"stored is recorded": torch.equal(worker.recorded_routes[:-1], stored[:-1])}
+    again: list[Tensor] = []
+    found["scored again"] = _error(
+        lambda: again.append(worker.score(PLAN, routing="rollout").logprobs)
+    )
+    found["moved"] = float((again[0] - first).abs().max()) if again else torch.inf
+    fields = {name: torch.zeros(sum(LENGTHS)) for name in ("old_logprobs", "advantages")}
+    update = partial(worker.update, PLAN, fields, routing="rollout")
+    found["update"] = _error(update)
+    # As if what was sent to the device before were used again: it is of the same shape.
+    worker._on_device = lambda _: stored
+    found["changed"] = _error(update)
+    del worker._on_device
+    return found
+
+
+GAP = (5, 9)
+"""Rows of the first sample whose routes are missing."""
 
 
 def _refs(routes: Tensor) -> tuple[RouteRef, ...]:

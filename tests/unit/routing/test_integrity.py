@@ -202,6 +202,32 @@ def test_a_stale_row_is_found_where_it_was_repeated() -> None:
         check_long(routes, list(range(201)), "error")
 
 
+WIDE = RouteShape(num_layers=32, moe_layers=tuple(range(32)), num_experts=8, experts_per_token=2)
+
+
+@pytest.mark.parametrize("boundary", [1, 100, 199])
+def test_a_boundary_row_that_stands_twice_is_found_though_the_count_is_right(boundary: int) -> None:
+    """Two parts of a sample were joined: the second repeats the first's last row, and for that the
+    sample's last row is lost."""
+    scores = np.random.default_rng(2).random((200, 32, 8))
+    true = scores.argsort(axis=-1)[..., :2].astype(np.uint8)
+    tokens = np.random.default_rng(3).integers(0, 50, 201)
+    tokens[boundary] = tokens[boundary - 1] + 1
+    joined = np.concatenate([true[:boundary], true[boundary - 1 : -1]])
+    assert joined.shape == true.shape
+
+    def check(routes: RouteIds, tokens: list[int], fallback: Fallback) -> CheckedRoutes:
+        return check_routes([routes], [tokens], WIDE, ["s"], "vLLM", fallback)[0]
+
+    where = f"s, rows {boundary - 1} to {boundary}: every layer repeats"
+    with pytest.raises(ValueError, match=where):
+        check(joined, tokens.tolist(), "error")
+    assert check(joined, tokens.tolist(), "live").missing == ((boundary - 1, 200),)
+    assert check(true, tokens.tolist(), "live").missing == ()
+    tokens[boundary] = tokens[boundary - 1]  # an equal token may repeat its route
+    assert check(joined, tokens.tolist(), "live").missing == ()
+
+
 @pytest.mark.parametrize("tokens", [[7] * 201, [7, 8] * 100 + [7], list(range(13)) * 15 + [0] * 6])
 def test_few_different_tokens_may_honestly_repeat_a_route(tokens: list[int]) -> None:
     routes = np.repeat(long_routes(1), 200, axis=0)

@@ -139,6 +139,22 @@ def test_an_object_that_is_not_the_samples_is_refused(change: dict[str, Any]) ->
         fetched(replace(ref, **change), arrays, list(LAYERS))
 
 
+@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("sample", [0, 1])
+def test_one_changed_id_is_found_in_every_block(sample: int, block: int) -> None:
+    _, arrays, refs = packed((2, 3, 1))
+    ref = refs[sample]
+    held = {n: arrays[handle].copy() for n, handle in enumerate(ref.blocks)}
+    layers = [layer for n, layer in enumerate(LAYERS) if n not in range(*_SPANS[block])]
+    held[block][ref.start_row + ref.rows - 1, -1, -1] ^= 1
+    with pytest.raises(ValueError, match=rf"block {block}, rows .* checksum"):
+        assemble(ref, held, LAYERS)
+    assemble(ref, held, layers)  # the other blocks are as they were
+
+
+_SPANS = ((0, 2), (2, 5), (5, 6))
+
+
 def test_swapped_blocks_are_refused() -> None:
     _, arrays, (_, ref) = packed((3, 3))
     with pytest.raises(ValueError, match="checksum"):

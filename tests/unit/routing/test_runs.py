@@ -33,7 +33,15 @@ def test_a_row_repeats_when_every_layer_does(rows: list[tuple[int, int]]) -> Non
 
 @pytest.mark.parametrize(
     ("layers", "experts", "k", "tokens"),
-    [(48, 128, 8, 13), (2, 8, 2, 14), (1, 8, 2, 26), (1, 8, 1, 41), (1, 2, 1, 121)],
+    [
+        (48, 128, 8, 2),
+        (32, 8, 2, 2),
+        (8, 8, 2, 13),
+        (2, 8, 2, 14),
+        (1, 8, 2, 26),
+        (1, 8, 1, 41),
+        (1, 2, 1, 121),
+    ],
 )
 def test_fewer_choices_need_more_tokens(layers: int, experts: int, k: int, tokens: int) -> None:
     assert stale_tokens(layers, experts, k) == tokens

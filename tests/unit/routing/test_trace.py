@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -152,6 +153,21 @@ def test_a_missing_row_must_be_the_one_that_was_stored() -> None:
 # At the worker's boundary
 
 VERSIONS = torch.tensor([3, 3, 3])
+
+
+def test_a_missing_row_must_repeat_what_was_recorded() -> None:
+    """With ``fallback=r2`` the update repeats the experts of the log-probability pass."""
+    trace = honest()
+    trace["repeated"] = [rows.clone() for rows in trace["used"]]
+    check = partial(check_trace, sent()[0], layers=(1, 2, 4), when="the update")
+    assert check(**trace) == compare(honest())
+    trace["repeated"][1][MISSING[1] - 1, 2, 1] = 13
+    with pytest.raises(RuntimeError, match=r"sample 1 .*rows 1 to 2: .* pass recorded"):
+        check(**trace)
+    trace = honest()
+    trace["repeated"] = trace["stored"]  # what stands in those rows is no choice of anyone
+    with pytest.raises(RuntimeError, match="pass recorded"):
+        check(**trace)
 
 
 def test_routes_belong_to_their_samples() -> None:

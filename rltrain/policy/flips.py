@@ -1,0 +1,66 @@
+"""Sums over a shard of how far the experts that routers were given lie below their own choice.
+
+They stay on the device while there are micro-batches to start: nothing here waits for it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.parallel.tokens import take
+from rltrain.policy.mesh import Mesh
+from rltrain.policy.micro_batch import MicroBatch, to_device
+from rltrain.policy.replay import RouterRecord
+from rltrain.routing.flips import LayerFlips, judged_rows
+
+_BYTES = 256
+
+
+class FlipSums:
+    """`LayerFlips` of each layer, over the judged rows of every micro-batch that was added."""
+
+    def __init__(self, layers: Sequence[int], num_experts: int) -> None:
+        self._row = {layer: i for i, layer in enumerate(layers)}
+        self._num_experts = num_experts
+        # Runners-up by byte, then rows by given expert.
+        self._counts = torch.zeros(len(layers), _BYTES + num_experts, dtype=torch.int64)
+        self._spreads = torch.zeros(len(layers), dtype=torch.float64)
+
+    def add(self, mb: MicroBatch, records: Mapping[int, RouterRecord]) -> None:
+        if not records:
+            return
+        (mask,) = mb.batch.require("route_mask")
+        of_rows = take(judged_rows(mask, mb.batch.seq_lens), mb.layout.routers, False)
+        judged = to_device(of_rows.long(), mb.device).unsqueeze(1)  # [S, 1]
+        self._counts = self._counts.to(mb.device)
+        self._spreads = self._spreads.to(mb.device)
+        for layer, record in records.items():
+            found = record.deficits
+            assert found is not None, f"layer {layer}: its targets were not compared"
+            counts = self._counts[self._row[layer]]
+            _count(counts[:_BYTES], found.runners_up, judged)
+            _count(counts[_BYTES:], found.experts, judged)
+            self._spreads[self._row[layer]] += (found.spread * judged.squeeze(1)).double().sum()
+
+    def summed(self, mesh: Mesh) -> dict[int, LayerFlips]:
+        """By layer. Collective over the ranks that share the shard's tokens."""
+        if self._row and mesh.tp_size * mesh.cp_size > 1:
+            dist.all_reduce(self._counts, group=mesh.tp_cp_group)
+            dist.all_reduce(self._spreads, group=mesh.tp_cp_group)
+        counts, spreads = self._counts.cpu(), self._spreads.tolist()
+        return {
+            layer: LayerFlips(counts[row, :_BYTES], spreads[row], counts[row, _BYTES:])
+            for layer, row in self._row.items()
+        }
+
+
+def _count(counts: Tensor, values: Tensor, judged: Tensor) -> None:
+    """Add the number of judged rows of each value, in place.
+
+    Args:
+        values: of each row, several  # [S, ...]
+        judged: 1 or 0  # [S, 1]
+    """
+    counts.scatter_add_(0, values.flatten().long(), judged.expand(values.shape).flatten())

@@ -1,0 +1,87 @@
+"""Rows, layers and experts of a step in which replay asked for what the router would not choose."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rltrain.routing.codec import decode
+from rltrain.routing.fallback import missing_rows
+
+
+@dataclass(frozen=True)
+class LayerFlips:
+    """What one layer's router thinks of the routes that it was given; sums over judged rows."""
+
+    runners_up: Tensor  # rows by byte of `rltrain.routing.deficits.Deficits`, int64  # [256]
+    spread: float  # standard deviations of the logits over experts, added up
+    uses: Tensor  # how many rows were given each expert, int64  # [E]
+
+
+@dataclass(frozen=True)
+class WideFlips:
+    """Given experts whose deficit is too large to be rounding, in order of row and layer."""
+
+    rows: NDArray[np.int64]  # on the token axis  # [W]
+    layers: NDArray[np.int64]  # global numbers  # [W]
+    columns: NDArray[np.int64]  # 0..K-1  # [W]
+    experts: NDArray[np.int64]  # ids  # [W]
+
+
+def sum_flips(parts: Sequence[LayerFlips]) -> LayerFlips:
+    """Of one layer over other rows."""
+    return LayerFlips(
+        runners_up=torch.stack([part.runners_up for part in parts]).sum(0),
+        spread=sum(part.spread for part in parts),
+        uses=torch.stack([part.uses for part in parts]).sum(0),
+    )
+
+
+def join_flips(parts: Sequence[WideFlips]) -> WideFlips:
+    """Of other rows and layers, in order of row and layer."""
+    found = {f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(WideFlips)}
+    order = np.lexsort((found["columns"], found["layers"], found["rows"]))
+    return WideFlips(**{name: values[order] for name, values in found.items()})
+
+
+def judged_rows(route_mask: Tensor, seq_lens: Tensor) -> Tensor:
+    """Rows that have a route, as all earlier rows of their sequence do.
+
+    A row without a route chooses anew, so the engine may have used other experts there, and every
+    later row of the sequence reads what they computed: its scores differ by more than rounding.
+
+    Returns:
+        bool  # [N]
+    """
+    missing = missing_rows(route_mask, seq_lens).long()
+    before = missing.cumsum(0) - missing
+    starts = seq_lens.cumsum(0) - seq_lens
+    return route_mask & (before == before[starts].repeat_interleave(seq_lens))
+
+
+def wide_flips(
+    deficits: Tensor,
+    experts: Tensor,
+    judged: Tensor,
+    layers: tuple[int, ...],
+    narrow: Mapping[int, int],
+) -> WideFlips:
+    """
+    Args:
+        deficits: bins of `rltrain.routing.deficits`, uint8  # [N, L, K]
+        experts: uint8 or int16 as `rltrain.routing.codec` stores them  # [N, L, K]
+        judged: `judged_rows`  # [N]
+        narrow: by layer, the last bin that is not wide
+    """
+    limits = torch.tensor([narrow[layer] for layer in layers], dtype=torch.uint8)
+    wide = (deficits > limits.view(1, -1, 1)) & judged.view(-1, 1, 1)
+    rows, at, columns = (index.numpy() for index in wide.nonzero(as_tuple=True))
+    return WideFlips(
+        rows=rows,
+        layers=np.asarray(layers, dtype=np.int64)[at],
+        columns=columns,
+        experts=decode(experts[wide]).numpy(),
+    )
