@@ -129,10 +129,21 @@ def results(
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in REFERENCES])
 def test_equals_one_rank(results: dict[str, dict[str, Tensor]], case: str) -> None:
-    expected, found = results[one_rank(CASES[case])], results[case]
+    expected, found = dict(results[one_rank(CASES[case])]), dict(results[case])
     assert found.keys() == expected.keys()
+    for name in {"runners-up", "wide flips"} & found.keys():  # a deficit may lie at a bin's edge
+        moved = (expected.pop(name) - found.pop(name)).abs().sum()
+        assert moved <= 4, name
     errors = {name: relative_error(found[name], x) for name, x in expected.items()}
     assert not {name: error for name, error in errors.items() if not error < 1e-4}
+
+
+def test_there_are_wide_flips_to_agree_about(results: dict[str, dict[str, Tensor]]) -> None:
+    """The routes of this batch are random: most rows have one, and others have none."""
+    found = results[ONE["rollout"]]
+    assert 0.1 < found["wide flips"].mean() < 0.9
+    assert found["uses"].sum() == LAYERS * K * (sum(LENGTHS) - len(LENGTHS))
+    assert (found["runners-up"].sum(1) == 4 * (sum(LENGTHS) - len(LENGTHS))).all()
 
 
 def test_routes_decide_what_is_computed(results: dict[str, dict[str, Tensor]]) -> None:
@@ -198,17 +209,22 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     worker.begin_step(batch.select(rows))
     found: dict[str, Tensor] = {}
 
+    index = torch.cat([torch.arange(s, s + n) for s, n in _spans(rows)])
+
     def score(routing: str, **options: bool) -> Tensor:
         scored = worker.score(plan.scoring[mesh.dp_rank], routing=routing, **options)
         whole = torch.zeros(batch.num_tokens)
         if scored is not None and scored.logprobs is not None:
-            index = torch.cat([torch.arange(s, s + n) for s, n in _spans(rows)])
             whole[index] = scored.logprobs
         torch.distributed.all_reduce(whole)
+        if options.get("measure"):
+            found.update(_flips(worker, scored, index, batch.num_tokens))
         return whole
 
     native = case.routing != "rollout"
-    found["scored"] = score("native" if native else "rollout", record=case.routing == "recorded")
+    found["scored"] = score(
+        "native" if native else "rollout", record=case.routing == "recorded", measure=not native
+    )
     if not native:
         routes = batch.rollout_expert_indices.clone()
         routes[10, 1] = torch.tensor([e for e in range(EXPERTS) if e not in routes[10, 1]][:K])
@@ -244,6 +260,27 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
             torch.equal(exported[n].view(torch.uint8), t.view(torch.uint8)) for n, t in sent.items()
         )
     destroy_mesh()
+
+
+def _flips(worker: Any, scored: Any, index: Tensor, num_tokens: int) -> dict[str, Tensor]:
+    """What all ranks found out about the routes, added up. Collective."""
+    found = {
+        "runners-up": torch.zeros(LAYERS, 256),
+        "uses": torch.zeros(LAYERS, EXPERTS),
+        "wide flips": torch.zeros(num_tokens, LAYERS, K),
+    }
+    wide = worker.wide_flips(dict.fromkeys(range(LAYERS), WIDE_BIN))
+    if scored is not None:
+        for layer, flips in scored.agreement.flips.items():
+            found["runners-up"][layer] = flips.runners_up
+            found["uses"][layer] = flips.uses
+        found["wide flips"][index[wide.rows], wide.layers, wide.columns] = 1.0
+    for values in found.values():
+        torch.distributed.all_reduce(values)
+    return found
+
+
+WIDE_BIN = 80
 
 
 def _spans(rows: list[int]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -15,6 +16,7 @@ from rltrain.controller.worker_group import _add
 from rltrain.data.packing import plan_step
 from rltrain.parallel.tokens import TokenGrid, layout_tokens, padded_lengths
 from rltrain.policy.types import NO_FLIP, Agreement, StageScored, Updated
+from rltrain.routing.flips import LayerFlips, WideFlips
 
 LOGPROBS = torch.tensor([0.0, -1.0, -2.0])
 FIRST = Agreement(
@@ -113,6 +115,46 @@ def test_agreements_of_shards_are_added_layer_by_layer() -> None:
     assert merged.load[0].tolist() == [2, 4]
     assert merged.flipped.tolist() == [False, True, False] * 2
     assert merged.first_flip.tolist() == [NO_FLIP, 0, NO_FLIP] * 2
+
+
+def flips_of(*rows: int) -> LayerFlips:
+    counts = torch.tensor(rows)
+    return LayerFlips(counts, float(counts.sum()), counts * 2)
+
+
+def test_flips_are_joined_over_stages_and_added_over_ranks() -> None:
+    first = replace(FIRST, num_judged=2, flips={0: flips_of(1, 2)})
+    last = replace(LAST, num_judged=2, flips={2: flips_of(3, 4)})
+    shard = merge_stages([StageScored(None, first), StageScored(LOGPROBS, last)]).agreement
+    assert shard is not None and list(shard.flips) == [0, 2] and shard.num_judged == 2
+    group = group_of([3, 3], 32, dp=2)
+    merged = group._merge([shard, shard])
+    assert merged.num_judged == 4
+    assert merged.flips[2].runners_up.tolist() == [6, 8] and merged.flips[2].spread == 14
+    assert merged.flips[0].uses.tolist() == [4, 8]
+
+
+def test_wide_flips_are_told_by_where_their_tokens_lie_in_the_batch() -> None:
+    """Shards take sequences in another order than the batch has."""
+    group = group_of([4, 2, 3, 5], 32, dp=2)
+    shards = group._plan.shards
+    assert sorted(i for rows in shards for i in rows) == [0, 1, 2, 3]
+    group._dp_ranks = [0, 0, 1, 1]  # two stages each
+    lens = [4, 2, 3, 5]
+
+    def of_rank(rank: int) -> WideFlips:
+        """The first row of each sequence of the shard, its number there as the expert."""
+        own = shards[rank // 2]
+        rows = np.cumsum([0, *(lens[i] for i in own)])[:-1]
+        layers = np.full(len(own), rank % 2)
+        return WideFlips(rows, layers, np.zeros_like(rows), np.asarray(own))
+
+    group.call = lambda method, narrow: [of_rank(rank) for rank in range(4)]  # type: ignore[method-assign]
+    found = group.wide_flips({})
+    starts = [0, 4, 6, 9]
+    assert found.rows.tolist() == [start for start in starts for _ in range(2)]
+    assert found.layers.tolist() == [0, 1] * 4
+    assert found.experts.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 # Padding
