@@ -7,6 +7,7 @@ are stored, sliced or computed is cut into cells, and a cell fails that has too 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import log
 from typing import NamedTuple
 
@@ -113,8 +114,9 @@ def systematic(flips: WideFlips, case: Case) -> list[Finding]:
         if not fails(counts, counts, sizes, axis.least_share, limit).any():
             continue
         contexts = _contexts(flips, case) if contexts is None else contexts
-        pairs = np.unique(np.stack([axis.cells, contexts]), axis=1)[0]
-        distinct = np.bincount(pairs[pairs >= 0], minlength=axis.num_cells)
+        inside = axis.cells >= 0
+        pairs = np.unique(axis.cells[inside] * len(contexts) + contexts[inside])
+        distinct = np.bincount(pairs // len(contexts), minlength=axis.num_cells)
         for cell in np.flatnonzero(
             fails(counts, distinct, sizes, axis.least_share, limit)
         ).tolist():
@@ -225,7 +227,8 @@ def _axes(flips: WideFlips, case: Case) -> Iterator[_Axis]:
         0.25,
         lambda c: f"layer {layers[c // num_experts]}, expert {c % num_experts}",
     )
-    wide, everywhere = _places(flips.rows, case), _places(np.flatnonzero(case.judged), case)
+    wide = _places(flips.rows, case)
+    everywhere = cache(lambda: _places(np.flatnonzero(case.judged), case))
     for axis in _row_axes(len(case.seq_lens)):
         cells = np.where(again, AGAIN, axis.cell(wide))
         yield _whole(axis, cells, everywhere, num_layers)
@@ -233,7 +236,9 @@ def _axes(flips: WideFlips, case: Case) -> Iterator[_Axis]:
             yield _by_layer(axis, cells, everywhere, layers, at)
 
 
-def _whole(axis: _RowAxis, cells: Ints, everywhere: _Places, num_layers: int) -> _Axis:
+def _whole(
+    axis: _RowAxis, cells: Ints, everywhere: Callable[[], _Places], num_layers: int
+) -> _Axis:
     return _Axis(
         cells,
         axis.num_cells,
@@ -244,7 +249,11 @@ def _whole(axis: _RowAxis, cells: Ints, everywhere: _Places, num_layers: int) ->
 
 
 def _by_layer(
-    axis: _RowAxis, cells: Ints, everywhere: _Places, layers: tuple[int, ...], at: Ints
+    axis: _RowAxis,
+    cells: Ints,
+    everywhere: Callable[[], _Places],
+    layers: tuple[int, ...],
+    at: Ints,
 ) -> _Axis:
     count = len(layers)
     return _Axis(
@@ -256,8 +265,8 @@ def _by_layer(
     )
 
 
-def _sizes(axis: _RowAxis, everywhere: _Places) -> Ints:
-    cells = axis.cell(everywhere)
+def _sizes(axis: _RowAxis, everywhere: Callable[[], _Places]) -> Ints:
+    cells = axis.cell(everywhere())
     return np.bincount(cells[cells >= 0], minlength=axis.num_cells)
 
 
