@@ -169,12 +169,11 @@ class PolicyWorker(Learner):
         layers = tuple(self.model.route_layers)
         return wide_flips(self._deficits, routes, judged, layers, narrow)
 
-    @staticmethod
-    def _compared(shard: Batch) -> Batch:
+    def _compared(self, shard: Batch) -> Batch:
         """The shard, so that its routers choose natively and are compared with the rollout's."""
         (routes,) = shard.require("rollout_expert_indices")
         nowhere = torch.zeros(shard.num_tokens, dtype=torch.bool)
-        return shard.with_fields(replay_expert_indices=routes, replay_mask=nowhere)
+        return shard.with_fields(replay_expert_indices=self._on_device(routes), replay_mask=nowhere)
 
     def _replaying(self, shard: Batch, routing: str) -> Batch:
         """The shard with what its routers must choose; in native routing that is nothing.

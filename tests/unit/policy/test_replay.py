@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltrain.policy.replay import RouterTap, RoutingTaps, Target, tapped
+from rltrain.routing.deficits import upper_edges
 
 E, K = 8, 2
 SIGMOID = {"moe_router_score_function": "sigmoid"}
@@ -256,11 +257,13 @@ def test_no_tap_waits_for_the_device() -> None:
     scores = torch.empty(5, E, device="meta")
     chosen = torch.empty(5, K, dtype=torch.uint8, device="meta")
     tap.target = Target(chosen, torch.empty(5, dtype=torch.bool, device="meta"))
-    tap.running, tap.recording = 0, True
+    tap.running, tap.recording, tap.comparing = 0, True, True
     _, experts = tap(scores, K, None, None, lambda scores, topk, *_: scores.topk(topk))
     tap.running, tap.recomputing = None, 0
     _, again = tap(scores, K)
     assert again is experts and tap.recorded[0].gate_mass.is_meta
+    compared = tap.recorded[0].deficits
+    assert compared is not None and all(values.is_meta for values in compared)
     with pytest.raises(RuntimeError, match="meta"):
         experts.sum().item()
 
@@ -314,6 +317,34 @@ def test_replayed_experts_have_their_gates_and_a_gradient(fields: dict[str, Any]
     gates[:, 0].sum().backward()
     assert (gates.detach()[:, :2] > 0).all() and (gates[:, 2:] == 0).all()
     assert logits.grad is not None and (logits.grad[:, :2] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"moe_router_pre_softmax": True}, SIGMOID, BIAS],
+    ids=["logits", "softmax", "sigmoid", "bias"],
+)
+def test_deficits_are_in_logits_whatever_a_router_compares(fields: dict[str, Any]) -> None:
+    """The given experts lie below the weakest chosen one; a bias of 0 changes nothing."""
+    logits = draw(50)
+    built = router(**fields)
+    chosen = torch.tensor([0, 1])
+    target = {0: Target(chosen.to(torch.uint8).repeat(50, 1), torch.ones(50, dtype=torch.bool))}
+    with (
+        tapped({0: built}, num_micro_batches=1, record=True, compare=True) as taps,
+        taps.forward(0, target),
+    ):
+        route(built, logits)
+        recorded = taps.recorded(0)[0]
+    assert recorded.deficits is not None
+    weakest = logits.topk(K).values[:, -1:]
+    expected = (weakest - logits[:, chosen]).clamp_min(0)
+    found = upper_edges()[recorded.deficits.given.long()]
+    assert ((found == 0) == (expected == 0)).all()
+    # A gate's slope changes between the two scores: within an octave and a half, mostly less.
+    ratio = (found / expected)[expected > 0].log2()
+    assert ratio.abs().max() < (2.0 if "moe_router_score_function" in fields else 0.26)
+    torch.testing.assert_close(recorded.deficits.spread, logits.std(1, unbiased=False))
 
 
 def test_gate_mass_is_of_gates_without_the_expert_bias() -> None:
