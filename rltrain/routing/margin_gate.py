@@ -62,7 +62,8 @@ class Finding:
     @property
     def inside(self) -> NDArray[np.bool_]:
         """Which wide flips lie in it.  # [W]"""
-        return self.cells == self.cell
+        found: NDArray[np.bool_] = self.cells == self.cell
+        return found
 
 
 class _Places(NamedTuple):
@@ -166,7 +167,10 @@ def fails(
     clusters = distinct / CLUSTER
     expected = np.maximum(clusters, 1 / CLUSTER) * HEALTHY_SHARE * np.maximum(sizes, 1) / some
     chance = clusters - expected - clusters * np.log(np.maximum(clusters / expected, 1.0))
-    return (counts > CLUSTER) & (counts >= least_share * sizes) & (chance < limit)
+    found: NDArray[np.bool_] = (
+        (counts > CLUSTER) & (counts >= least_share * sizes) & (chance < limit)
+    )
+    return found
 
 
 def _contexts(flips: WideFlips, case: Case) -> Ints:
@@ -272,13 +276,7 @@ def _sizes(axis: _RowAxis, everywhere: Callable[[], _Places]) -> Ints:
 
 def _row_axes(num_samples: int) -> Iterator[_RowAxis]:
     """Of cells that hold the same rows the last axis, and the smallest period, says most."""
-    for period in reversed(PERIODS):
-        yield _RowAxis(
-            lambda at, period=period: at.position % period,
-            period,
-            0.25,
-            lambda c, period=period: f"row {c} of every {period} rows of a sample",
-        )
+    yield from map(_period_axis, reversed(PERIODS))
     yield _RowAxis(
         lambda at: at.sample, num_samples, 0.25, lambda c: f"sample {c} of {num_samples}", True
     )
@@ -300,4 +298,13 @@ def _row_axes(num_samples: int) -> Iterator[_RowAxis]:
         EDGE_ROWS,
         0.25,
         lambda c: f"the last row but {c} of every sample" if c else "the last row of every sample",
+    )
+
+
+def _period_axis(period: int) -> _RowAxis:
+    return _RowAxis(
+        lambda at: at.position % period,
+        period,
+        0.25,
+        lambda c: f"row {c} of every {period} rows of a sample",
     )
