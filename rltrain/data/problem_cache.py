@@ -50,16 +50,15 @@ SCHEMA = pyarrow.schema(
 
 def cached(folder: Path, make: Callable[[], Made]) -> Made:
     """The problems in ``folder``, or those that ``make`` makes, which are then kept there."""
-    try:
-        problems, report = _load(folder)
-    except FileNotFoundError:
-        logger.debug("%s: nothing is cached", folder)
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        logger.warning("the cache %s is damaged and is made anew (%s)", folder, error)
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        logger.info("%s: %d problems from the cache %s", report.where, len(problems), folder)
-        return problems, report
+    if folder.exists():
+        try:
+            problems, report = _load(folder)
+        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+            logger.warning("the cache %s is damaged and is made anew (%s)", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            logger.info("%s: %d problems from the cache %s", report.where, len(problems), folder)
+            return problems, report
     problems, report = make()
     try:
         save_atomically(folder, lambda new: _save(new, problems, report))

@@ -62,6 +62,29 @@ def test_a_state_of_other_data_is_refused():
             other.load_state_dict(state)
 
 
+@given(size=st.integers(1, 60), few=st.integers(1, 23), done=st.integers(0, 5), seed=st.integers())
+def test_few_problems_repeat_in_a_step_where_they_may(size, few, done, seed):
+    loader = PromptLoader(PROBLEMS[:few], size, seed, repeat=True)
+    if size <= few:
+        assert take(loader, 3) == take(PromptLoader(PROBLEMS[:few], size, seed), 3)
+        return
+    whole = take(loader, done + 1)
+    for step in whole:
+        times = [step.count(problem.answer) for problem in PROBLEMS[:few]]
+        assert sum(times) == size and max(times) - min(times) <= 1
+    first, second = (PromptLoader(PROBLEMS[:few], size, seed, repeat=True) for _ in range(2))
+    take(first, done)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert take(second, 1) == whole[done:]
+
+
+def test_no_problems_are_refused():
+    with pytest.raises(ValueError, match="no problems to train on"):
+        PromptLoader([], 1, 0, repeat=True)
+
+
 def test_fewer_problems_than_a_step_needs():
-    with pytest.raises(ValueError, match=r"takes 24 different prompts .* there are 23"):
+    with pytest.raises(
+        ValueError, match=r"takes 24 different prompts .* there are 23.*data.repeat_in_step=true"
+    ):
         PromptLoader(PROBLEMS, 24, 0)

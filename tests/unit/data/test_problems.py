@@ -214,6 +214,49 @@ def test_a_data_set_no_larger_than_the_held_out_one_is_refused(tmp_path, tokeniz
         load_problems(config_of(path), tokenizer)
 
 
+def test_a_run_may_hold_out_nothing(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    for problems in (
+        load_problems(config_of(path, eval_size=0), tokenizer),
+        load_problems(config_of(path), tokenizer, evaluated=False),
+    ):
+        assert [len(problems.train), len(problems.held_out)] == [20, 0]
+    arithmetic = DataConfig(size=100, eval_size=50)
+    with_evaluation, without = (
+        load_problems(arithmetic, tokenizer, evaluated=evaluated) for evaluated in (True, False)
+    )
+    assert with_evaluation.train == without.train and not without.held_out
+
+
+def test_one_row_can_be_trained_on_and_evaluated_when_asked_for(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    with pytest.raises(ValueError, match=r"leave none .*data.eval_on_train=true"):
+        load_problems(config_of(path, eval_size=512), tokenizer)
+    problems = load_problems(config_of(path, eval_size=512, eval_on_train=True), tokenizer)
+    assert problems.train == problems.held_out and len(problems.train) == 1
+    with pytest.raises(ValueError, match=r"also train problems.*data\.eval_on_train=true"):
+        load_problems(config_of(path, eval_path=path), tokenizer)
+    problems = load_problems(DataConfig(size=9, eval_size=4, eval_on_train=True), tokenizer)
+    assert problems.held_out == problems.train[:4]
+
+
+def test_all_answers_of_a_prompt_that_is_taught_are_on_one_side(tmp_path, tokenizer):
+    rows = [row | {"answer": answer} for row in ROWS for answer in "ab"]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    problems = load_problems(config_of(path), tokenizer, taught=True)
+    assert not ids(problems.train) & ids(problems.held_out)
+    assert len(problems.train) + len(problems.held_out) == 40
+
+
+def test_repeats_that_differ_elsewhere_are_told(tmp_path, tokenizer, caplog):
+    rows = [row | {"uuid": n, "level": 0} for n, row in enumerate([*ROWS, *ROWS, ROWS[0]])]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with caplog.at_level(logging.WARNING):
+        (report,) = load_problems(config_of(path), tokenizer).reports
+    assert report.repeats == 21 and report.other_columns == {"uuid": 21}
+    assert "differs column uuid of 21" in caplog.text
+
+
 def test_splits_of_a_saved_dataset(tmp_path, tokenizer):
     path = str(tmp_path / "data")
     splits = {"train": Dataset.from_list(ROWS[:12]), "test": Dataset.from_list(ROWS[12:])}
