@@ -12,7 +12,9 @@ class OptimizerConfig(Section):
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """In optimizer updates, not trainer steps."""
+    """In optimizer updates, not trainer steps. A schedule ends after as many as the run can take:
+    ``trainer.steps`` times ``trainer.mini_batches``, for the policy without the steps of
+    ``critic.warmup_steps``. A mini-batch without a loss token takes none and does not count."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98

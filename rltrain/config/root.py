@@ -1,7 +1,8 @@
 """The whole configuration and the rules that span its sections."""
 
+from collections.abc import Iterator
 from math import ceil
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -15,6 +16,22 @@ from rltrain.config.policy import PolicyConfig
 from rltrain.config.rollout import RolloutConfig
 from rltrain.config.routing import RoutingReplayConfig
 from rltrain.config.trainer import CheckpointConfig, ClusterConfig, TrackingConfig, TrainerConfig
+
+UNUSED_BY_SFT = (
+    "algorithm",
+    "critic",
+    "rollout",
+    "routing_replay",
+    "cluster.placement",
+    "data.reward",
+    "model.tiny.warm_start",
+    "tracking.num_samples",
+    "trainer.check_weight_sync",
+    "trainer.sync_every",
+)
+"""Keys and sections that supervised steps have no use for, but for those of `USED_BY_SFT`."""
+
+USED_BY_SFT = ("algorithm.aggregation", "algorithm.type", "rollout.max_response_tokens")
 
 
 class Config(Section):
@@ -81,11 +98,23 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def supervised_steps_have_nothing_to_replay(self) -> Self:
-        if self.algorithm.type == "sft" and self.routing_replay.mode != "off":
+    def supervised_steps_use_what_is_set(self) -> Self:
+        if self.algorithm.type == "sft" and (ignored := list(_ignored_by_supervised_steps(self))):
             raise ValueError(
-                f"algorithm.type=sft samples no responses, so routing_replay.mode="
-                f"{self.routing_replay.mode} has no routes to replay: set it to off"
+                "algorithm.type=sft teaches the data's answers: it samples no responses, judges "
+                "none and keeps no other policy to compare with, and would ignore "
+                f"{', '.join(ignored)}. Leave out what you set; take the default of the rest "
+                '(routing_replay="off")'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_warm_up_of_the_critic_ends(self) -> Self:
+        warmup, steps = self.critic.warmup_steps, self.trainer.steps
+        if warmup >= steps:
+            raise ValueError(
+                f"critic.warmup_steps={warmup} leaves the policy no update in trainer.steps="
+                f"{steps}: lower it, or raise trainer.steps"
             )
         return self
 
@@ -151,3 +180,24 @@ class Config(Section):
                 f"{self.algorithm.kl.coef}: set mode to r2 or r3 and kl.coef above 0"
             )
         return self
+
+
+def _ignored_by_supervised_steps(config: Config) -> Iterator[str]:
+    """``name=value`` of every key without a use that is not as it is by default."""
+    for name in UNUSED_BY_SFT:
+        found: Any = config
+        default: Any = Config.model_construct()
+        for part in name.split("."):
+            found, default = getattr(found, part), getattr(default, part)
+        for key, value in _differences(name, found, default):
+            if key not in USED_BY_SFT:
+                yield f"{key}={value}"
+
+
+def _differences(name: str, found: object, default: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(found, Section):
+        if found != default:
+            yield name, found
+        return
+    for field in type(found).model_fields:
+        yield from _differences(f"{name}.{field}", getattr(found, field), getattr(default, field))

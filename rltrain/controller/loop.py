@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import checkpoint
@@ -94,7 +95,7 @@ class Loop(ABC):
 
     def step(self, step: int) -> None:
         timer = StepTimer()
-        is_first = step == max(self.resumed_after, self.warmup_steps) + 1
+        is_first = step == max(self.resumed_after, critic_only_steps(self.config)) + 1
         taken = self.take(step, timer, is_first=is_first)
         metrics = taken.metrics
         self.save(step, timer)
@@ -148,11 +149,6 @@ class Loop(ABC):
             self.load_state(state)
             self.resumed_after = int(state["step"])
         return self.resumed_after
-
-    @property
-    def warmup_steps(self) -> int:
-        """First steps in which the policy is left as it is."""
-        return 0 if self.critic is None else self.config.critic.warmup_steps
 
     @property
     def models(self) -> list[WorkerGroup]:

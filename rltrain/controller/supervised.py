@@ -190,9 +190,9 @@ def warm_start_config(config: Config) -> Config:
     warm = config.model.tiny.warm_start
     return Config.model_validate(
         {
-            "model": config.model.model_dump(),
-            "policy": config.policy.model_dump() | {"parallel": {}},
-            "cluster": config.cluster.model_dump(),
+            "model": config.model.model_dump(exclude={"tiny": {"warm_start"}}),
+            "policy": config.policy.model_dump(exclude={"parallel"}),
+            "cluster": config.cluster.model_dump(exclude={"placement"}),
             "algorithm": {"type": "sft"},
             "optimizer": {
                 "lr": warm.lr,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
@@ -86,7 +87,7 @@ class Trainer(Loop):
             with timer.phase("critic_update"):
                 metrics |= self.update_critic(self.critic, batch)
         updates: list[Updated] = []
-        if step > self.warmup_steps:
+        if step > critic_only_steps(self.config):
             with timer.phase("update"):
                 updates = self.update(batch)
                 metrics |= step_metrics.update_metrics(updates, self.config.trainer.mini_batches)

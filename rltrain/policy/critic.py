@@ -51,6 +51,7 @@ class CriticWorker(Learner):
             init_method,
             model_path,
             device,
+            steps=config.trainer.steps,
         )
         self.model = ValueModel(self.chunks, self.arch, self.mesh, config.policy)
 

@@ -47,7 +47,13 @@ class Learner:
         init_method: str,
         model_path: str,
         device: torch.device,
+        *,
+        steps: int,
     ) -> None:
+        """
+        Args:
+            steps: trainer steps in which it is updated, if each mini-batch has a loss token
+        """
         self.config = config
         self.arch = arch
         self.device = device
@@ -69,7 +75,7 @@ class Learner:
             optimizer,
             config.policy.precision,
             device,
-            total_updates=config.trainer.steps * config.trainer.mini_batches,
+            total_updates=steps * config.trainer.mini_batches,
         )
         self.shard: Batch | None = None
 

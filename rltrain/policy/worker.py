@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
@@ -48,7 +49,16 @@ class PolicyWorker(Learner):
         self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
     ) -> None:
         arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
-        super().__init__(config, arch, config.optimizer, rank, init_method, model_path, device)
+        super().__init__(
+            config,
+            arch,
+            config.optimizer,
+            rank,
+            init_method,
+            model_path,
+            device,
+            steps=config.trainer.steps - critic_only_steps(config),
+        )
         self.model = self._on_mesh(self.chunks)
         self.reference = (
             self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None

@@ -53,7 +53,7 @@ SAMPLED_GROUPS = "prompts sampled in the step"
 COMPARED = "responses with a token to compare"
 CORRECTED = "response tokens of the loss before rejection"
 CORRECTED_SEQUENCES = "responses with such a token"
-SCORED_TOKENS = "response tokens of scored responses"
+VALUED = "tokens in the loss"
 HELD_OUT = "held-out problems"
 SCORED_HELD_OUT = "held-out problems whose reward was computed"
 VERDICTS = "left out unless data.reward.success_at or the reward function says which these are"
@@ -451,11 +451,11 @@ POLICY = (
     _policy(
         "value/explained_variance",
         "1 - Var[R - V] / Var[R], V before the update; left out where R is constant",
-        SCORED_TOKENS,
+        VALUED,
         better="higher",
     ),
-    _policy("value/mean", "E[V], V before the update", SCORED_TOKENS, "reward"),
-    _policy("value/return_mean", "E[R], what V is to learn", SCORED_TOKENS, "reward"),
+    _policy("value/mean", "E[V], V before the update", VALUED, "reward"),
+    _policy("value/return_mean", "E[R], what V is to learn", VALUED, "reward"),
     _policy("value/grad_norm", "the critic's gradient norm before clipping", UPDATES),
     _policy("value/lr", "the critic's learning rate of the last update", "-"),
     _policy("own/{stat}", "a statistic of one's own algorithm.loss, by its name", LOSS_TOKENS),

@@ -195,7 +195,8 @@ def _config(case: Case, **model: str) -> Config:
         {
             "model": model,
             "policy": {"parallel": case.parallel, "recompute": case.recompute},
-            "critic": {"value_clip": CLIP, "optimizer": optimizer},
+            "critic": {"value_clip": CLIP, "optimizer": optimizer, "warmup_steps": 2},
+            "trainer": {"steps": 5, "mini_batches": 2},
         }
     )
 
@@ -251,6 +252,8 @@ def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> di
 
     found: dict[str, Tensor] = {}
     _check_parts(worker)
+    # Its schedule has the steps that it takes alone, too.
+    assert worker.learning_rate.total_updates == 5 * 2
     if case.resumes is None:
         found["values at the start"] = values()
         _set_head(worker, reference["head"])

@@ -195,7 +195,9 @@ SCORED = ("logprobs", "old_logprobs", "ref_logprobs", "entropy")
 def settings(name: str, parallel: dict[str, int] | None = None) -> Config:
     return Config.model_validate(
         {
-            "algorithm": ALGORITHMS[name] | {"loss": name},
+            "algorithm": ALGORITHMS[name] | {"loss": name, "advantage": "gae"},
+            "trainer": {"steps": 5, "mini_batches": 2},
+            "critic": {"warmup_steps": 2},
             "optimizer": {"lr": 1e-2, "eps": 1e-4},
             "policy": {"parallel": parallel or {}},
         }
@@ -227,6 +229,8 @@ def _run_layout(
 
     cpu, config = torch.device("cpu"), settings("gspo", parallel)  # whose KL makes a reference
     worker = PolicyWorker(config, rank, rendezvous(folder, world), str(folder / "moe"), cpu)
+    # Steps that the critic takes alone are none of the policy's schedule.
+    assert worker.learning_rate.total_updates == (5 - 2) * 2
     optimizer = config.optimizer, config.policy.precision, cpu
     for name in ALGORITHMS:
         worker.config = settings(name, parallel)

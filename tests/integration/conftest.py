@@ -20,15 +20,18 @@ SMALL = (
     "model.tiny.num_layers=2",
     "model.tiny.hidden_size=64",
     "model.tiny.expert_size=64",
-    "model.tiny.warm_start.steps=5",
-    "model.tiny.warm_start.batch_size=32",
-    "model.tiny.warm_start.num_problems=200",
     "data.size=200",
     "data.eval_size=32",
     "trainer.prompts_per_step=8",
     "tracking.wandb=disabled",
 )
-SMALL_GROUPS = ("algorithm.group_size=4",)  # supervised runs have none
+OF_RL = (
+    "algorithm.group_size=4",
+    "model.tiny.warm_start.steps=5",
+    "model.tiny.warm_start.batch_size=32",
+    "model.tiny.warm_start.num_problems=200",
+)
+"""What supervised runs have no use for, and so refuse."""
 LIMIT_S = 540.0
 
 
@@ -83,7 +86,7 @@ def start(tmp_path: Path, cache_dir: Path) -> Iterator[Start]:
     def start_run(name: str, *overrides: str, recipe: str = "grpo_moe_r3") -> Run:
         folder = tmp_path / name
         command = [sys.executable, "-m", "rltrain.main", f"+recipe={recipe}", *SMALL]
-        command += () if recipe.startswith("sft") else SMALL_GROUPS
+        command += () if recipe.startswith("sft") else OF_RL
         command += [f"model.cache_dir={cache_dir}", f"trainer.output_dir={folder}", *overrides]
         log = tmp_path / f"{name}.{len(runs)}.log"
         with log.open("w") as file:

@@ -5,6 +5,7 @@ from rltrain.algorithms.advantages.group import dr_grpo, grpo, rloo
 from rltrain.algorithms.advantages.inputs import Advantage
 from rltrain.algorithms.advantages.reinforce import reinforce_pp, reinforce_pp_baseline
 from rltrain.algorithms.registry import find
+from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig
 
 ADVANTAGES = {
@@ -29,3 +30,8 @@ def find_advantage(name: str) -> Advantage:
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether a run has a critic; raises ``ValueError`` as `find_advantage`."""
     return algorithm.type == "rl" and find_advantage(algorithm.advantage).needs_values
+
+
+def critic_only_steps(config: Config) -> int:
+    """First steps of a run in which the critic alone is updated."""
+    return config.critic.warmup_steps if needs_critic(config.algorithm) else 0

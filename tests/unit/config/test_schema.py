@@ -260,7 +260,12 @@ IMPOSSIBLE = [
     (
         {"algorithm.type": "sft", "routing_replay.mode": "r3"},
         "routing_replay.mode=r3",
-        "supervised steps have nothing to replay",
+        "supervised steps use what is set",
+    ),
+    (
+        {"trainer.steps": 5, "critic.warmup_steps": 5},
+        "critic.warmup_steps=5 leaves the policy no update in trainer.steps=5",
+        "a warm up of the critic ends",
     ),
     (
         {"routing_replay.reference": "replay", "routing_replay.mode": "r3"},

@@ -20,10 +20,9 @@ def engines(num: int, tensor_parallel: int = 1) -> dict[str, int]:
 
 
 def test_supervised_steps_need_no_gpu_for_an_engine() -> None:
-    for placement in ("auto", "colocated", "disaggregated"):
-        placed = place(config(placement, algorithm={"type": "sft"}), num_gpus=2)
-        assert placed == Placement("cuda", 2, policy=(0, 1))
-        assert not placed.colocated
+    placed = place(config("auto", algorithm={"type": "sft"}), num_gpus=2)
+    assert placed == Placement("cuda", 2, policy=(0, 1))
+    assert not placed.colocated
 
 
 def test_engines_have_their_own_gpus_where_there_are_enough() -> None:

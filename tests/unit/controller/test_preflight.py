@@ -151,8 +151,6 @@ def test_weights_have_a_way_to_the_engines() -> None:
     check_ranks(with_layout(rollout=broadcast), "cuda", cores=1, gpus=2)
     with pytest.raises(ValueError, match=r"weight_transfer=ipc: .* found engines on GPUs of their"):
         check_ranks(with_layout(rollout=ipc), "cuda", cores=1, gpus=2)
-    supervised = with_layout(rollout=ipc, algorithm={"type": "sft"})
-    check_ranks(supervised, "cuda", cores=1, gpus=2)
 
 
 def test_ranks_fit_the_gpus() -> None:
