@@ -45,7 +45,8 @@ def encode_rows(
             tally.bad(entry.example.where, encoded, entry.count)
         elif not _is_long(entry, encoded[1], config, tally):
             example = entry.example
-            problem = Problem(encoded[1], encoded[0], example.answer, example.columns)
+            text, tokens = encoded
+            problem = Problem(tokens, text, example.answer, example.columns, place=example.where)
             problems.setdefault(problem.id, []).append((entry, problem))
     kept = tuple(_judgeable(problems, rule, tally))
     tally.check_some_left(where, reading.num_rows)

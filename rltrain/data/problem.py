@@ -31,6 +31,8 @@ class Problem:
     id: str = ""
     target_tokens: tuple[int, ...] = ()
     """The answer as supervised steps teach it."""
+    place: str = field(default="", compare=False, repr=False)
+    """Source and row, for messages."""
 
     def __post_init__(self) -> None:
         if not self.id:

@@ -44,6 +44,7 @@ SCHEMA = pyarrow.schema(
         ("prompt_tokens", pyarrow.list_(pyarrow.int32())),
         ("answer", pyarrow.string()),
         ("columns", pyarrow.string()),
+        ("place", pyarrow.string()),
     ]
 )
 
@@ -125,6 +126,7 @@ def _save(folder: Path, problems: tuple[Problem, ...], report: SourceReport) -> 
                     "prompt_tokens": problem.prompt_tokens,
                     "answer": json.dumps(problem.answer),
                     "columns": json.dumps(problem.columns),
+                    "place": problem.place,
                 }
                 for problem in some
             ]
@@ -142,8 +144,14 @@ def _load(folder: Path) -> Made:
         report = _report(json.loads(parquet.schema_arrow.metadata[REPORT]))
         for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE):
             for row in batch.to_pylist():
-                tokens, answer = tuple(row["prompt_tokens"]), json.loads(row["answer"])
-                problems.append(Problem(tokens, row["prompt"], answer, json.loads(row["columns"])))
+                problem = Problem(
+                    tuple(row["prompt_tokens"]),
+                    row["prompt"],
+                    json.loads(row["answer"]),
+                    json.loads(row["columns"]),
+                    place=row["place"],
+                )
+                problems.append(problem)
     return tuple(problems), report
 
 
