@@ -20,7 +20,7 @@ def with_targets(
     refused as a long prompt is (``data.on_long_prompt``).
 
     Raises:
-        ValueError: an answer that is not text, or one that is too long; the message has row and prompt.
+        ValueError: an answer that is not text, or one that is too long; says of which row.
     """
     found = [replace(p, target_tokens=encode_response(_text(p), tokenizer)) for p in problems]
     kept = tuple(p for p in found if len(p.target_tokens) <= max_tokens)

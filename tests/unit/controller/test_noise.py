@@ -31,6 +31,7 @@ from rltrain.controller.noise import (
     is_more_than,
     trainer_precision,
 )
+from rltrain.main import compose
 
 ROOT = Path(__file__).parents[3]
 MEASURED = json.loads((ROOT / "docs/results/mismatch-h200-2026-11-28.json").read_text())["measured"]
@@ -238,6 +239,12 @@ def test_the_precision_of_a_run(values: object, device: str, trainer: str, engin
     config = Config.model_validate(values)
     assert trainer_precision(config, device) == trainer
     assert engine_precision(config, device) == engine
+
+
+def test_the_shipped_fp8_option_is_judged_as_fp8() -> None:
+    """As its first step on a GPU is: tests/gpu/test_fp8_rollout.py."""
+    config = compose(["+recipe=grpo_moe_r3", "rollout=fp8"])
+    assert (trainer_precision(config, "cuda"), engine_precision(config, "cuda")) == ("bf16", "fp8")
 
 
 def test_the_coarsest_decides() -> None:

@@ -42,10 +42,8 @@ def test_what_has_no_one_way_to_be_written_is_refused(answer: Any) -> None:
 def test_a_long_answer_is_refused_with_its_prompt_or_dropped() -> None:
     rows = [problem("12"), problem("123"), problem("1")]
     assert len(with_targets(rows, TOKENIZER, DataConfig(), 4)) == 3
-    with pytest.raises(
-        ValueError,
-        match=r"my.jsonl, row 123: the answer to 'what is 123.* has 4 tokens.* is 3 .1 of 3 answers",
-    ):
+    named = r"my.jsonl, row 123: the answer to 'what is 123.* has 4 tokens.* is 3 .1 of 3 answers"
+    with pytest.raises(ValueError, match=named):
         with_targets(rows, TOKENIZER, DataConfig(), 3)
     assert texts(with_targets(rows, TOKENIZER, DROP, 3)) == ["12", "1"]
     with pytest.raises(ValueError, match="3 of 3 answers"):
