@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 
 from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
-from rltrain.algorithms.objective import Targets, policy_objective, sft_objective, value_objective
+from rltrain.algorithms.objective import (
+    RATIO_STEPS,
+    Targets,
+    policy_objective,
+    sft_objective,
+    value_objective,
+)
 from rltrain.algorithms.reduce import Aggregation, loss_weights, weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
 from tests.unit.algorithms import reference
@@ -87,12 +93,14 @@ def test_loss_gradient_and_sums_equal_the_formula(name: str, where: str, batch: 
 
     mask = np.array(batch.mask, dtype=bool)
     d = np.clip(logprobs - old, -20, 20)
+    distance = np.abs(np.log(np.where(mask, token["ratio"], 1.0)))
     expected = {
         "tokens": mask,
         "ratio": token["ratio"],
         "kl": np.exp(d) - 1 - d,
         "entropy": entropy,
         "ref_kl": kl[:, 0],
+        **{f"ratio_beyond/{x:g}": distance > x for x in RATIO_STEPS},
     }
     for key, values in expected.items():
         total = float(values[mask].sum())
