@@ -134,7 +134,8 @@ def value_objective(
     values = _where(counted, values)
     loss = (values - returns).square() / 2
     if clip is not None:
-        moved = old_values + (values - old_values).clamp(-clip, clip)
+        # Not as a difference that is added again: rounding would count as clipped.
+        moved = values.clamp(old_values - clip, old_values + clip)
         bounded = (moved - returns).square() / 2
         clipped = bounded > loss
         loss = torch.maximum(loss, bounded)

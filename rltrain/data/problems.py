@@ -20,11 +20,14 @@ logger = logging.getLogger(__name__)
 
 def problems_of(config: Config, tokenizer: Tokenizer) -> Problems:
     """The problems of a run, reports included; raises as `load_problems`."""
+    taught = config.algorithm.type == "sft"
+    # A supervised run starts from the model before its warm start.
+    num_warm_start = 0 if taught else config.model.tiny.warm_start.num_problems
     return load_problems(
         config.data,
         tokenizer,
-        config.model.tiny.warm_start.num_problems,
-        taught=config.algorithm.type == "sft",
+        num_warm_start,
+        taught=taught,
         evaluated=config.trainer.eval_every > 0,
         cache_dir=Path(config.model.cache_dir).expanduser(),
     )

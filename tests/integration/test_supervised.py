@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.cli.app import main as rltrain
 from rltrain.config.files import load
 from rltrain.controller import checkpoint
-from rltrain.data.problems import load_problems
+from rltrain.data.problems import problems_of
 from rltrain.data.targets import with_targets
 from rltrain.data.tokenizer import tiny_tokenizer
 from tests.integration.test_run import timeless
@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
 def held_out_loss(folder: Path) -> float:
     """By transformers, one sequence at a time, of the model that the run left."""
     config, tokenizer = load(folder), tiny_tokenizer()
-    held_out = load_problems(config.data, tokenizer).held_out
+    held_out = problems_of(config, tokenizer).held_out
     assert len(held_out) == 32
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     total, count = 0.0, 0

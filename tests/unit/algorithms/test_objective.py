@@ -141,6 +141,17 @@ def test_value_loss_equals_the_formula(clip: float | None, batch: Ragged) -> Non
     np.testing.assert_allclose(given_values.grad.numpy(), slopes, rtol=1e-9, atol=1e-12)
 
 
+def test_a_value_within_the_clip_is_not_clipped() -> None:
+    """In fp32, where a difference that is added again is often another number."""
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = (torch.rand(1000, generator=generator) for _ in range(3))
+    values, old, returns = values / 1000, old / 10, returns / 1000
+    assert (old + (values - old) != values).any()
+    fields = {"old_values": old, "returns": returns, "weights": torch.ones(1000)}
+    _, sums = value_objective(values, clip=0.2, **fields)
+    assert float(sums.totals["clipped"]) == 0
+
+
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "pg"])
 def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(name: str) -> None:
     config = AlgorithmConfig(
