@@ -74,8 +74,7 @@ class PolicyWorker(Learner):
         return {**super()._parts(), "reference": lambda: weights(reference.chunks)}
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
-        sampled = self.config.algorithm.type != "sft"
-        temperature = self.config.rollout.temperature if sampled else 1.0
+        temperature = self.config.rollout.temperature  # 1 in supervised runs
         return ModelOnMesh(chunks, self.arch, self.mesh, self.config.policy, temperature)
 
     def native_losses(self) -> list[str]:

@@ -203,7 +203,6 @@ def run_cases(rank: int, folder: Path, names: list[str]) -> None:
             {
                 "algorithm": {"type": "sft"},
                 "routing_replay": {"mode": "off"},
-                "rollout": {"temperature": 0.5},  # of no meaning here
                 "trainer": {"steps": STEPS, "mini_batches": MINI_BATCHES},
                 "policy": {"parallel": case.parallel},
                 "optimizer": {
