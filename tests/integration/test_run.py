@@ -106,6 +106,7 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
     assert first["mismatch_native/num_flipped"] > 0
     assert first["mismatch/k3"] < first["mismatch_native/k3"]
     assert 0.8 < first["routing/overlap"] < 1.0
+    assert first["routing/wide_flip_fraction"] < 5e-4 and first["routing/judged_fraction"] == 1.0
     for name in ("config.yaml", "versions.json", "samples.jsonl", "outcome.json", "report.html"):
         assert (r3.folder / name).stat().st_size > 0
     assert json.loads((r3.folder / "outcome.json").read_text())["state"] == "finished"

@@ -1,13 +1,16 @@
 """What the controller makes of wide flips: limits, numbers, and a sentence that says where."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rltrain.batch import Batch
+from rltrain.config import Config
 from rltrain.controller.route_gate import flip_metrics, narrow_bins, wrong_routes
+from rltrain.controller.trainer import Trainer
 from rltrain.policy.types import Agreement
 from rltrain.routing.flips import LayerFlips, WideFlips, join_flips, sum_flips
 
@@ -89,3 +92,33 @@ def test_sums_over_ranks_are_those_of_one() -> None:
     assert torch.equal(two.runners_up, 2 * one.flips[1].runners_up)
     assert torch.equal(two.uses, 2 * one.flips[1].uses)
     assert narrow_bins(one).keys() == set(LAYERS)
+
+
+# The trainer, without workers
+
+
+def trainer(flips: WideFlips, **replay: str) -> Trainer:
+    found: Trainer = object.__new__(Trainer)
+    found.config = Config.model_validate({"routing_replay": replay})
+    found.arch = SimpleNamespace(experts_per_token=K)  # type: ignore[assignment]
+    found.policy = SimpleNamespace(wide_flips=lambda narrow: flips)  # type: ignore[assignment]
+    return found
+
+
+def test_wrong_routes_end_a_run_that_replays_them() -> None:
+    with pytest.raises(RuntimeError, match=r"sample 17 of 64.*routing_replay\.gate=warn"):
+        trainer(wide(17), mode="r3").check_routes(batch(), agreement())
+
+
+def test_or_are_logged_where_the_run_is_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    found = trainer(wide(17), mode="r3", gate="warn").check_routes(batch(), agreement())
+    assert "sample 17 of 64" in caplog.text
+    assert found["routing/wide_flip_fraction"] > 0
+
+
+@pytest.mark.parametrize("mode", ["off", "r2"])
+def test_routes_that_are_not_replayed_are_measured_alone(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = trainer(wide(17), mode=mode).check_routes(batch(), agreement())
+    assert found["routing/wide_flip_fraction"] > 0 and not caplog.text

@@ -66,7 +66,7 @@ AXES = {
     "part and layer": (768, 2000, 0.05),
     "edge row": (32, 64 * 48, 0.25),
     "period": (2079, 512 * 48, 0.25),
-    "short samples and layers": (3072, 4, 0.25),
+    "short samples and layers": (3072, 30, 0.25),
 }
 
 
