@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rltrain.config import Config
 from rltrain.controller.model_checks import read_model
 from rltrain.controller.run_data import examine
-from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
+from rltrain.data.tokenizer import VOCAB_SIZE
 from rltrain.main import compose
+from tests.unit.data.model_folders import save_model, with_template
 
 ROOT = Path(__file__).parents[3]
 CASES = {
@@ -23,6 +23,7 @@ CASES = {
     "too few prompts": ("data.eval_size=20", "a step takes 64 different prompts"),
     "batch arithmetic": ("trainer.prompts_per_step=7", "does not divide trainer.prompts_per_step"),
     "a head size": ("model.tiny.head_dim=16", "head_dim=16: expected one of 32, "),
+    "a broken template": ("data.as_chat=true model.path={folder}", "chat_template is broken"),
     "lengths": ("rollout.max_response_tokens=1985", "2048 positions"),
 }
 CODE = """
@@ -39,40 +40,11 @@ def write_rows(file: Path, rows: list[Any]) -> Path:
     return file
 
 
-def save_model(folder: Path, template: str | None = None, **changes: Any) -> Path:
-    """A folder as far as it is read before the weights."""
-    sizes = read_model(Config())
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": sizes.num_layers,
-        "hidden_size": sizes.hidden_size,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "intermediate_size": sizes.ffn_size,
-        "moe_intermediate_size": sizes.expert_size,
-        "num_experts": sizes.num_experts,
-        "num_experts_per_tok": sizes.experts_per_token,
-        "norm_topk_prob": True,
-        "vocab_size": VOCAB_SIZE,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "max_position_embeddings": 2048,
-    }
-    tokenizer = tiny_tokenizer()
-    if template is not None:
-        tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    return folder
-
-
 def test_nothing_heavy_is_imported_to_refuse(tmp_path: Path) -> None:
     """One process after the other input: what is imported stays imported, and nothing heavy is."""
     rows = [{"prompt": f"1+{i % 10}={' ' * (i // 10)}", "answer": "2"} for i in range(70)]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    broken = save_model(tmp_path / "broken", "{% for message in messages %}")
+    broken = save_model(tmp_path / "broken", with_template("{% for message in messages %}"))
     start = ["+recipe=grpo_moe_r3", "cluster.device=cpu", f"trainer.output_dir={file}/run"]
     start += ["data=jsonl", f"data.path={file}", "data.eval_size=1"]
     asked = [[*start, *change.format(folder=broken).split()] for change, _ in CASES.values()]

@@ -22,7 +22,7 @@ from rltrain.data.tokenizer_checks import (
     check_tokenizer,
     check_vocabulary,
 )
-from tests.unit.data.tokenizer_folders import ROWS, byte_level, save
+from tests.unit.data.model_folders import ROWS, byte_level, save
 
 
 def load(folder: Path) -> Any:
