@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.cli.routes import existing, load_routes, parse_layout
+from rltrain.config.model import ModelConfig
 from rltrain.config.policy import PolicyConfig
 from rltrain.controller.machine import count_gpus
 from rltrain.data.arithmetic import NUM_PROBLEMS, arithmetic_rows
+from rltrain.data.model_tokenizer import load_tokenizer
 from rltrain.data.prompts import encode_prompt, encode_response
+from rltrain.data.tokenizer_checks import check_tokenizer
 from rltrain.parallel.layers import Pipeline
 from rltrain.policy.layout_models import MODELS
 from rltrain.routing.inspection import inspect
@@ -136,9 +139,8 @@ def tokens_of(options: argparse.Namespace, arch: Architecture, folder: Path | No
 
 
 def _encoded(options: argparse.Namespace, folder: Path) -> tuple[int, ...]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    check_tokenizer(tokenizer, folder)
     if options.prompt is not None:
         return encode_prompt(options.prompt, tokenizer, as_chat=False)[1]
     if not 0 <= options.problem < NUM_PROBLEMS:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from rltrain.batch import Batch
 from rltrain.config import Config
@@ -28,6 +27,7 @@ from rltrain.data.problem import Problem
 from rltrain.data.problems import load_problems
 from rltrain.data.targets import with_targets
 from rltrain.data.tiny_model import build_random_model, warm_started_path
+from rltrain.data.tokenizer import tiny_tokenizer
 from rltrain.tracking.gpus import name_of
 from rltrain.tracking.roofline import find_card
 from rltrain.tracking.timers import StepTimer
@@ -155,7 +155,7 @@ def warm_started_model(config: Config, placed: Cluster) -> Path:
     warm = config.model.tiny.warm_start
     if warm.steps == 0:
         return random_path
-    tokenizer = AutoTokenizer.from_pretrained(random_path)
+    tokenizer = tiny_tokenizer()
     fitting = warm_start_config(config)
     problems = load_problems(DataConfig(), tokenizer, warm.num_problems).warm_start
     problems = with_targets(problems, tokenizer, fitting.data, fitting.rollout.max_response_tokens)

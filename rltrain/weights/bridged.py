@@ -13,6 +13,16 @@ from rltrain.weights.architecture import Architecture
 from rltrain.weights.config_json import Fields
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LONGEST = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 
 
 def is_installed() -> bool:
@@ -53,12 +63,21 @@ def bridged_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         rope_theta=float(fields.get("rope_theta", 10000.0)),
         norm_eps=float(fields.get("rms_norm_eps", 1e-5)),
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=_positions(fields),
         num_experts=fields.size(*_COUNTS) if routed else 0,
         experts_per_token=fields.size("num_experts_per_tok", "moe_topk") if routed else 0,
         expert_size=fields.size("moe_intermediate_size", "intermediate_size") if routed else 0,
         moe_layers=_moe_layers(fields, layers) if routed else (),
     )
+
+
+def _positions(fields: Fields) -> int:
+    """The smallest of what names the longest sequence, as vLLM takes it
+    (``derive_max_model_len_and_key``)."""
+    found = [fields.size(name) for name in _LONGEST if fields.get(name) is not None]
+    if not found:
+        raise ValueError(f"{fields.where}: field {' or '.join(_LONGEST)} is missing")
+    return min(found)
 
 
 def _moe_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ def test_a_hub_folder_with_two_configurations(
         pyarrow.parquet.write_table(table, tmp_path / name / "train-00000-of-00001.parquet")
     asked = ["data=huggingface", f"data.path={tmp_path}"]
     assert look(*asked) == 1
-    assert "data.name" in capsys.readouterr().err
+    assert "lie in main, socratic" in capsys.readouterr().err
 
 
 def test_template_arguments_reach_the_template(

@@ -52,6 +52,10 @@ def test_sizes() -> None:
     assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (6, 32, 8, 128)
     assert (arch.vocab_size, arch.max_positions, arch.num_experts) == (32768, 32768, 0)
     assert arch.moe_layers == ()
+    shorter = {**MISTRAL, "model_max_length": 4096}
+    assert bridged_architecture(shorter, "here").max_positions == 4096
+    named = {**MISTRAL, "max_position_embeddings": None, "n_positions": 512}
+    assert bridged_architecture(named, "here").max_positions == 512
     with pytest.raises(ValueError, match="here: field num_hidden_layers is missing"):
         bridged_architecture({**MISTRAL, "num_hidden_layers": None}, "here")
     with pytest.raises(ValueError, match="more than text"):
