@@ -14,12 +14,8 @@ from rltrain.data.model_tokenizer import load_tokenizer
 from rltrain.data.problem import Problem, Problems, check_step_size
 from rltrain.data.problems import problems_of
 from rltrain.data.targets import with_targets
-from rltrain.data.tokenizer_checks import (
-    check_auto_tokenizer,
-    check_special_ids,
-    check_tokenizer,
-    check_vocabulary,
-)
+from rltrain.data.tokenizer_checks import check_auto_tokenizer, check_tokenizer
+from rltrain.data.vocabulary import check_special_ids, check_vocabulary
 from rltrain.weights.architecture import Architecture
 
 
@@ -41,49 +37,47 @@ def examine(config: Config, model: Architecture, num_trials: int = 1) -> RunData
     """
     found = RunData()
     try:
-        for _ in _looks(config, model, found, num_trials):
-            pass
+        _read(config, model, found)
+        if config.algorithm.type == "rl":
+            _try_reward(config, found, num_trials)
     except ValueError as error:
         found.fault = error
     return found
 
 
-def _looks(config: Config, model: Architecture, found: RunData, num_trials: int) -> Iterator[None]:
-    """Each look adds to ``found``, or raises ValueError."""
+def _read(config: Config, model: Architecture, found: RunData) -> None:
+    """Tokenizer and problems, checked; what comes before a fault stays in ``found``."""
     taught = config.algorithm.type == "sft"
     folder = folder_of(config)
     tokenizer = found.tokenizer = load_tokenizer(config.model)
     if folder is not None:
         check_tokenizer(tokenizer, folder)
     check_special_ids(tokenizer, folder, model.vocab_size, taught=taught)
-    yield
-    found.problems = problems_of(config, tokenizer)
-    yield
-    check_vocabulary(tokenizer, model.vocab_size, folder, _named(found.problems))
-    yield
+    problems = found.problems = problems_of(config, tokenizer)
+    check_vocabulary(tokenizer, model.vocab_size, folder, _named(problems))
     if taught:
         limit = config.rollout.max_response_tokens
         train, held_out = (
-            with_targets(problems, tokenizer, config.data, limit)
-            for problems in (found.problems.train, found.problems.held_out)
+            with_targets(part, tokenizer, config.data, limit)
+            for part in (problems.train, problems.held_out)
         )
-        found.problems = replace(found.problems, train=train, held_out=held_out)
+        problems = found.problems = replace(problems, train=train, held_out=held_out)
     num_prompts = config.trainer.prompts_per_step if taught else config.prompts_per_round
-    check_step_size(len(found.problems.train), num_prompts, config.data.repeat_in_step)
-    yield
-    if not taught:
-        trials = try_rewards(config.data.reward, found.problems.train, num_trials)
-        found.trials = tuple(trials)
-        for trial in trials:
-            check_trial(trial, config.data.reward.function)
+    check_step_size(len(problems.train), num_prompts, config.data.repeat_in_step)
+
+
+def _try_reward(config: Config, found: RunData, num_trials: int) -> None:
+    found.trials = tuple(try_rewards(config.data.reward, found.problems.train, num_trials))
+    for trial in found.trials:
+        check_trial(trial, config.data.reward.function)
 
 
 def check_folder_tokenizer(config: Config, found: RunData) -> None:
-    """See `check_auto_tokenizer`; imports torch."""
+    """See `check_auto_tokenizer`, which imports torch; with code of the folder's own it is the
+    run's tokenizer already."""
     folder = folder_of(config)
-    if folder is not None:
-        trusted = config.model.trust_remote_code
-        check_auto_tokenizer(found.tokenizer, folder, trust_remote_code=trusted)
+    if folder is not None and not config.model.trust_remote_code:
+        check_auto_tokenizer(found.tokenizer, folder)
 
 
 def folder_of(config: Config) -> Path | None:

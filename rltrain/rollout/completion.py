@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.data.tokenizer_checks import check_ids
+from rltrain.data.vocabulary import check_ids
 from rltrain.rollout.types import Request, SamplingParams
 
 

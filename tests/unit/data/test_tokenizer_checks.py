@@ -16,12 +16,10 @@ from rltrain.data.tokenizer import VOCAB_SIZE
 from rltrain.data.tokenizer_checks import (
     PROBES,
     check_auto_tokenizer,
-    check_ids,
     check_round_trip,
-    check_special_ids,
     check_tokenizer,
-    check_vocabulary,
 )
+from rltrain.data.vocabulary import check_ids, check_special_ids, check_vocabulary
 from tests.unit.data.model_folders import ROWS, byte_level, save
 
 
@@ -35,7 +33,7 @@ def check(folder: Path) -> None:
     check_tokenizer(tokenizer, folder)
     check_vocabulary(tokenizer, ROWS, folder, ())
     check_special_ids(tokenizer, folder, ROWS, taught=True)
-    check_auto_tokenizer(tokenizer, folder, trust_remote_code=False)
+    check_auto_tokenizer(tokenizer, folder)
 
 
 @pytest.mark.parametrize("settings", [{}, {"model_max_length": 4, "padding_side": "left"}])

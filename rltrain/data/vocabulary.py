@@ -1,0 +1,95 @@
+"""Whether every token that a run meets has a row of the model's embedding."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rltrain.data.problem import Problem
+
+_SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
+_RESIZE = (
+    "Tokens were added to the tokenizer and not to the model: take those of the model's own folder "
+    "(tokenizer.json, tokenizer_config.json, added_tokens.json), or resize the embedding with "
+    "model.resize_token_embeddings and save the model"
+)
+
+
+def check_vocabulary(
+    tokenizer: Any, rows: int, folder: Path | None, problems: Iterable[tuple[str, Problem]]
+) -> None:
+    """Every token has a row of the embedding.
+
+    Args:
+        rows: of the embedding, `vocab_size` in ``config.json``
+        problems: what is trained on, each with the set that it is of
+
+    Raises:
+        ValueError: naming tokens without a row and the first problem that needs one.
+    """
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if not 0 <= i < rows}
+    for name, problem in problems:
+        check_ids(problem.prompt_tokens, rows, f"{name} prompt {problem.prompt[:60]!r}", tokenizer)
+        if beyond and isinstance(problem.answer, str):
+            answer = tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
+            check_ids(answer, rows, f"{name} answer {problem.answer[:60]!r}", tokenizer)
+    if beyond:
+        first = ", ".join(f"{i} {beyond[i]!r}" for i in islice(sorted(beyond), 3))
+        raise ValueError(
+            f"{folder}: its tokenizer has {len(beyond)} tokens without a row of the model's "
+            f"embedding ({first}): expected ids from 0 to {rows - 1} (vocab_size in config.json). "
+            f"{_RESIZE}"
+        )
+
+
+def check_ids(ids: Sequence[int], rows: int, where: str, tokenizer: Any = None) -> None:
+    """ValueError for the first id that has no row of the embedding."""
+    if ids and not (min(ids) >= 0 and max(ids) < rows):
+        at, found = next((at, i) for at, i in enumerate(ids) if not 0 <= i < rows)
+        token = "" if tokenizer is None else f" {tokenizer.convert_ids_to_tokens([found])[0]!r}"
+        raise ValueError(
+            f"{where}: token {at} has id {found}{token}, and the model's embedding has {rows} rows "
+            f"(ids 0 to {rows - 1}, vocab_size in config.json). {_RESIZE}"
+        )
+
+
+def check_special_ids(tokenizer: Any, folder: Path | None, rows: int, *, taught: bool) -> None:
+    """The ids that end, begin and fill sequences are rows of the embedding, and one of them ends.
+
+    Args:
+        taught: whether the tokenizer's own is appended to answers
+    """
+    named = {("the tokenizer", n): getattr(tokenizer, n) for n in _SPECIAL}
+    if folder is not None:
+        for file in ("generation_config.json", "config.json"):
+            found = _read(folder / file)
+            named |= {(f"{folder / file}", n): found.get(n) for n in _SPECIAL}
+    for (where, name), value in named.items():
+        for found in value if isinstance(value, list) else [value]:
+            no_padding = name == "pad_token_id" and found == -1  # what older folders write for none
+            if found is None or no_padding:
+                continue
+            if type(found) is not int or not 0 <= found < rows:
+                raise ValueError(
+                    f"{where}: {name}={value!r}: expected ids from 0 to {rows - 1}, the rows of "
+                    "the model's embedding (vocab_size in config.json)"
+                )
+    ends = [value for (_, name), value in named.items() if name == "eos_token_id"]
+    if tokenizer.eos_token_id is None and (taught or all(end in (None, []) for end in ends)):
+        raise ValueError(
+            f"{folder}: no end-of-sequence token: no response would ever end. Write eos_token into "
+            "tokenizer_config.json, e.g. the token that ends a turn in the chat template"
+        )
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(found).__name__}")
+    return found
