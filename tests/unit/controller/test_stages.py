@@ -124,7 +124,7 @@ def test_replay_without_routes_is_an_error() -> None:
 
 
 def test_a_failed_reward_stays_out_of_the_loss() -> None:
-    batch = batch_missing(3)
+    batch = batch_missing(3, 7)  # the second sample's costs nothing
     (loss_mask,) = batch.require("loss_mask")
     loss_mask = loss_mask.clone()
     loss_mask[6:] = False
