@@ -101,7 +101,7 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
     it has layers that predict further tokens."""
     from rltrain.config.files import NAME, load
     from rltrain.controller.checkpoint import FOLDER, checkpoints, last_weights, read_state, step_of
-    from rltrain.data.tiny_model import warm_started_path
+    from rltrain.data.tiny_model import build_random_model
     from rltrain.weights.stored import HUGGINGFACE
 
     if (source / HUGGINGFACE).is_dir() and not (source / NAME).exists():
@@ -126,8 +126,9 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
         )
     if step is not None and step not in found:
         raise ValueError(f"--step {step}: {run} has the weights of steps {sorted(found)}")
-    # What the run started from has the architecture and the tokenizer.
-    given = config.model.path or warm_started_path(config.model) / "model"
+    # What the run started from has the architecture and the tokenizer; the tiny model's are those
+    # of its random weights.
+    given = config.model.path or build_random_model(config.model)
     step = max(found) if step is None else step
     return found[step], Path(given).expanduser(), config.model.mtp
 
