@@ -106,6 +106,10 @@ def _answer_text(answer: Any) -> str:
     )
 
 
+COMPARES_TUPLES = ("arc_agi", "rearc")
+"""Tasks of reasoning-gym whose verifier finds no list equal to its tuples; columns come as JSON."""
+
+
 def reasoning_gym(response: str, answer: object, **columns: Any) -> float:
     """The score of reasoning-gym's own verifier of the task, from 0 to 1.
 
@@ -125,7 +129,10 @@ def reasoning_gym(response: str, answer: object, **columns: Any) -> float:
         ) from None
     tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     given = (tagged[-1] if tagged else response).strip()
-    entry = {"question": columns["question"], "answer": answer, "metadata": columns["metadata"]}
+    metadata = columns["metadata"]
+    if task in COMPARES_TUPLES:
+        metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
+    entry = {"question": columns["question"], "answer": answer, "metadata": metadata}
     return float(get_score_answer_fn(task)(given, entry))
 
 

@@ -367,3 +367,13 @@ def test_any_row_is_read_as_it_is_or_refused_by_row_and_column(row, reward, tmp_
         assert isinstance(problem.answer, str) and not isinstance(row["answer"], bool | dict | list)
         assert problem.answer == row["answer"] or float(problem.answer) == row["answer"]
     json.dumps([problem.answer, problem.columns], allow_nan=False).encode()
+
+
+def test_a_bad_line_that_comes_again_is_counted_again(tmp_path, tokenizer):
+    bad = GOOD | {"answer": None}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [bad, GOOD, bad, GOOD, bad]))
+    config = DataConfig(source="jsonl", path=str(path), eval_size=0, on_bad_row="drop")
+    (report,) = load_problems(config, tokenizer).reports
+    assert [report.rows, report.kept, report.repeats] == [5, 1, 1]
+    assert [dropped.count for dropped in report.dropped.values()] == [3]

@@ -11,10 +11,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pydantic import ValidationError
 
-from rltrain.config.data import DataConfig
+from rltrain.config.data import DataConfig, RewardConfig
 from rltrain.data.arithmetic import NUM_PROBLEMS, TAUGHT_WRONG
 from rltrain.data.problem import Problem, Problems
 from rltrain.data.problems import load_problems
+from rltrain.environments.rewards import reasoning_gym
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1), "level": a % 3} for a in range(20)]
 
@@ -309,3 +310,18 @@ def test_the_report_says_what_became_of_every_row(tmp_path, tokenizer):
         "level": "column",
     }
     assert not report.from_cache
+
+
+@pytest.mark.parametrize("task", ["arc_agi", "rearc", "basic_arithmetic", "countdown"])
+def test_a_reasoning_gym_answer_is_right_after_its_columns_went_as_json(task, tokenizer):
+    config = DataConfig(
+        source="reasoning_gym",
+        task=task,
+        size=3,
+        eval_size=0,
+        max_prompt_tokens=100_000,
+        reward=RewardConfig(function="reasoning_gym"),
+    )
+    for problem in load_problems(config, tokenizer).train:
+        columns = json.loads(json.dumps(problem.columns))
+        assert reasoning_gym(problem.answer, problem.answer, **columns) == 1
