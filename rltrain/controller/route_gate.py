@@ -67,7 +67,8 @@ def _message(found: list[Finding], flips: WideFlips, case: Case) -> str:
         f"{row}, layer {flips.layers[first]}, column {flips.columns[first]}, expert "
         f"{flips.experts[first]}."
         + (f" Also: {named}{more}." if named else "")
-        + " The routes there are not those of these tokens, this layer or these weights"
+        + " The routes there are not those of these tokens, this layer or these weights: with "
+        "routing_replay.trace=true the run tells whether they changed on their way from the engine"
     )
 
 
