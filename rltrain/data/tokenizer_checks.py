@@ -54,7 +54,8 @@ def check_round_trip(tokenizer: Any, where: object) -> None:
     if len(decoded.split()) < len(SENTENCE.split()):
         raise ValueError(
             f"{where}: its tokenizer loses spaces: it makes {_shown(ids, decoded)} of "
-            f"{SENTENCE!r}. {_REMEDY}"
+            f"{SENTENCE!r}. Its files may have been saved from a tokenizer that was loaded "
+            "wrongly: fetch them again"
         )
 
 
@@ -88,7 +89,8 @@ def check_auto_tokenizer(tokenizer: Any, folder: Path) -> None:
 _REMEDY = (
     "They must agree, or the model is trained on text that it never saw. Where tokenizer.json is "
     'right, as in distilled folders, write "tokenizer_class": "PreTrainedTokenizerFast" into '
-    "tokenizer_config.json; where it is not, fetch the tokenizer's files again"
+    "tokenizer_config.json (with model_type qwen2 transformers ignores it and makes Qwen's own); "
+    "where it is not, fetch the tokenizer's files again"
 )
 
 

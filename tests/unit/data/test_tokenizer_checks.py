@@ -67,9 +67,10 @@ def test_a_distilled_folder_is_refused_with_the_difference(tmp_path: Path) -> No
 
 
 def test_another_class_may_split_digits_otherwise(tmp_path: Path) -> None:
-    folder = save(tmp_path, byte_level(), "qwen2", tokenizer_class="Qwen2Tokenizer")
-    with pytest.raises(ValueError, match="Qwen2Tokenizer, which AutoTokenizer takes it for"):
-        check(folder)
+    for name in ("Qwen2Tokenizer", "PreTrainedTokenizerFast"):
+        folder = save(tmp_path, byte_level(), "qwen2", tokenizer_class=name)
+        with pytest.raises(ValueError, match="Qwen2Tokenizer, which AutoTokenizer takes it for"):
+            check(folder)
 
 
 def test_the_file_is_the_measure(tmp_path: Path) -> None:
