@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.run import read as read_faults
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "replay-bugs.md").read_text()
 ROWS = [
@@ -15,6 +17,10 @@ ROWS = [
     if re.match(r"\| (\d|S\d)", line)
 ]
 EVERY = [str(n) for n in range(1, 59)] + [f"S{n}" for n in range(1, 9)]
+PLANTED = [  # (rows, tests); a reason begins "row 3:" or "rows 3, S1:"
+    (re.sub(r"rows? ([^:]+):.*", r"\1", fault.why).split(", "), fault.tests)
+    for fault in read_faults(ROOT / "tests" / "mutants" / "replay_bugs.toml")
+]
 CITED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+)(?:\[([^`]+)\])?)?`", PAGE)))
 
 
@@ -24,7 +30,7 @@ def test_every_bug_has_one_row() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_row_says_what_holds_the_bug_off(row: list[str]) -> None:
-    _, reference, symptom, answer = row
+    _, reference, symptom, answer, _ = row
     assert reference and symptom
     named = re.findall(r"`((?:rltrain|tests)/[\w/]+\.py)", answer)
     assert named, f"expected a test or the file of a design fact, found {answer!r}"
@@ -52,6 +58,20 @@ def read(path: str) -> tuple[dict[str, bool], set[str]]:
     words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     words |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return tests, {word for word in words if isinstance(word, str)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_date_is_that_of_a_planted_fault(row: list[str]) -> None:
+    number, *_, answer, seen = row
+    tests = [test for rows, tests in PLANTED if number in rows for test in tests]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d(, by hand)?|by design|not walked", seen), seen
+    assert bool(tests) == (re.fullmatch(r"[\d-]+", seen) is not None), f"{seen}, planted: {tests}"
+    for test in tests:
+        assert test.partition("[")[0] in answer, f"the row does not cite {test}"
+
+
+def test_every_planted_fault_is_of_a_row() -> None:
+    assert {number for rows, _ in PLANTED for number in rows} <= set(EVERY)
 
 
 def test_all_that_looks_like_a_test_is_checked() -> None:

@@ -150,6 +150,9 @@ def play(config: Any, seed: int, *, ahead: bool, caching: bool) -> Counter[str]:
             if draw.random() < 0.1:
                 events["aborted in flight"] += scheduler.requests[name].num_in_flight_tokens > 0
                 scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+        if draw.random() < 0.02:  # all are preempted, and what is in flight is dropped
+            events["reset in flight"] += bool(in_flight and scheduler.running)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
         step = scheduler.schedule()
         events["from the cache"] += any(new.num_computed_tokens for new in step.scheduled_new_reqs)
         in_flight.append((step, *books.run(step)))
@@ -210,6 +213,7 @@ def test_rows_are_those_of_the_passes_that_the_tokens_were_sampled_with(
     for seed in range(200):
         events += play(config, seed, ahead=ahead, caching=caching)
     seen = {"preempted before a token", "preempted again", "in pieces"}
-    seen |= {"preempted in flight", "stopped in flight", "aborted in flight"} if ahead else set()
+    if ahead:
+        seen |= {f"{what} in flight" for what in ("preempted", "stopped", "aborted", "reset")}
     seen |= {"from the cache"} if caching else set()
     assert all(events[what] >= 10 for what in seen), events
