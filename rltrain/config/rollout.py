@@ -1,5 +1,6 @@
 """How responses are sampled."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -64,6 +65,13 @@ class RolloutConfig(Section):
     """Dtype in which the engine's output head multiplies, as ``policy.precision.head`` is the
     trainer's. ``auto`` is fp32 where the installed vLLM can."""
     max_response_tokens: Positive = 16
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a response, in training and evaluation. The response ends with the token
+    that completes the first of them: all its tokens were sampled and are in the loss, and none
+    comes after. Reward functions see the text before the string."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Tokens that end a response, besides the end-of-sequence tokens that the model folder
+    names."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """vLLM raises lower ones to 0.01 without a word."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -103,6 +111,23 @@ class RolloutConfig(Section):
                 f"top_p={self.top_p}, top_k={self.top_k}: rollouts would come from a truncated "
                 "distribution that the importance ratio does not know; use top_p=1 and top_k=0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def stop_strings_can_appear(self) -> Self:
+        """A lone surrogate is in no text, and U+FFFD stands for bytes that are no text yet."""
+        for stop in self.stop:
+            if not stop or re.search("[\ud800-\udfff\ufffd]", stop):
+                raise ValueError(
+                    f"stop={self.stop}: {stop!r} is in no text: expected strings of one character "
+                    "or more, without surrogates and U+FFFD"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def stop_strings_differ(self) -> Self:
+        if len(set(self.stop)) < len(self.stop):
+            raise ValueError(f"stop={self.stop}: a string stands there twice; leave one out")
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,11 @@ from rltrain.data.model_tokenizer import load_tokenizer
 from rltrain.data.problem import Problem, Problems, check_step_size
 from rltrain.data.problems import problems_of
 from rltrain.data.targets import with_targets
-from rltrain.data.tokenizer_checks import check_auto_tokenizer, check_tokenizer
+from rltrain.data.tokenizer_checks import (
+    check_auto_tokenizer,
+    check_stop_strings,
+    check_tokenizer,
+)
 from rltrain.data.vocabulary import check_special_ids, check_vocabulary
 from rltrain.weights.architecture import Architecture
 
@@ -53,6 +57,7 @@ def _read(config: Config, model: Architecture, found: RunData) -> None:
     if folder is not None:
         check_tokenizer(tokenizer, folder)
     check_special_ids(tokenizer, folder, model.vocab_size, taught=taught)
+    check_stop_strings(tokenizer, config.rollout.stop)
     problems = found.problems = problems_of(config, tokenizer)
     check_vocabulary(tokenizer, model.vocab_size, folder, _named(problems))
     if taught:

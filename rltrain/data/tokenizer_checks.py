@@ -48,6 +48,17 @@ def check_tokenizer(tokenizer: Any, folder: Path) -> None:
     check_round_trip(tokenizer, folder)
 
 
+def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
+    """Raise ValueError for a string of ``rollout.stop`` that no tokens of this tokenizer read as."""
+    for stop in stops:
+        text = _decoded(tokenizer, _ids(tokenizer, stop))
+        if stop not in text:
+            raise ValueError(
+                f"rollout.stop: {stop!r} becomes {text!r} in the model's tokenizer, so that no "
+                "response would ever end at it: expected text that the tokenizer keeps"
+            )
+
+
 def check_round_trip(tokenizer: Any, where: object) -> None:
     """No space between words is lost, as with a tokenizer that was converted wrongly."""
     decoded = _decoded(tokenizer, ids := _ids(tokenizer, SENTENCE))

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.data.vocabulary import check_ids
+from rltrain.rollout.stop_strings import STOP_STRINGS
 from rltrain.rollout.types import Request, SamplingParams
 
 
@@ -42,6 +43,7 @@ def vllm_params(
         stop_token_ids=stop_token_ids,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={STOP_STRINGS: list(sampling.stop)} if sampling.stop else None,
     )
     if params.temperature != temperature:
         raise ValueError(
@@ -66,3 +68,8 @@ def sampled_logprobs(request: Request, completion: Any) -> tuple[float, ...]:
             f"{flat.logprobs[bad[0]]}: the engine's weights or its KV cache are broken"
         )
     return tuple(flat.logprobs)
+
+
+def stop_string(completion: Any) -> str | None:
+    """The stop string that ended it; None where a stop token or the length limit did."""
+    return completion.stop_reason if isinstance(completion.stop_reason, str) else None

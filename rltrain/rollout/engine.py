@@ -20,7 +20,13 @@ import ray
 from rltrain.actors.failures import child_died
 from rltrain.actors.log import take_output
 from rltrain.batch import RouteRef
-from rltrain.rollout.completion import check_length, check_tokens, sampled_logprobs, vllm_params
+from rltrain.rollout.completion import (
+    check_length,
+    check_tokens,
+    sampled_logprobs,
+    stop_string,
+    vllm_params,
+)
 from rltrain.rollout.launch import (
     EngineSpec,
     check_version,
@@ -90,7 +96,8 @@ class RolloutEngine:
         chosen |= engine_args(self._spec, known, has_fp32_head=has_fp32_head())
         self._overrides = chosen["hf_overrides"]
         args = AsyncEngineArgs(**chosen, **receiver.engine_args())
-        self._stop_token_ids = stop_token_ids(self._spec.model_path)
+        more = self._spec.rollout.stop_token_ids
+        self._stop_token_ids = stop_token_ids(self._spec.model_path, more)
         self._vocab_size = int(folder_config(self._spec.model_path)["vocab_size"])
         # By this vLLM chooses how much a GPU runs at once: 128 requests, or a batch's 1,024.
         offline = self._spec.device == "cuda"
@@ -213,6 +220,7 @@ class RolloutEngine:
                 finish_reason=completion.finish_reason,
                 weight_version=self._weight_version,
                 routes=route,
+                stop_string=stop_string(completion),
             )
             for request, completion, route in zip(requests, completions, routes, strict=True)
         ]

@@ -46,12 +46,14 @@ class Generator:
             max_tokens=cfg.rollout.max_response_tokens,
             num_samples=cfg.algorithm.group_size,
             capture_routes=cfg.routing_replay.capture,
+            stop=tuple(cfg.rollout.stop),
         )
         self._greedy = SamplingParams(
             temperature=cfg.rollout.temperature,
             max_tokens=cfg.rollout.max_response_tokens,
             greedy=True,
             logprobs=False,
+            stop=tuple(cfg.rollout.stop),
         )
 
     def stream(

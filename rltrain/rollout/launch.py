@@ -172,10 +172,22 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
 
 
 def scheduler_args(spec: EngineSpec, version: str) -> dict[str, Any]:
-    """For ``AsyncEngineArgs`` of an engine that captures routes; none for a vLLM whose scheduler
-    `rltrain.rollout.route_scheduler` was not read against: it sends routes token by token."""
+    """For ``AsyncEngineArgs`` of an engine that captures routes or ends responses at strings; none
+    for a vLLM whose scheduler `rltrain.rollout.route_scheduler` was not read against: it sends
+    routes token by token.
+
+    Raises:
+        ValueError: that vLLM is to end responses at strings.
+    """
     is_known = Version(version).base_version in SpecifierSet(ROUTE_SCHEDULER_VERSIONS)
-    return {"scheduler_cls": ROUTE_SCHEDULER} if spec.capture is not None and is_known else {}
+    if spec.rollout.stop and not is_known:
+        raise ValueError(
+            f"rollout.stop={spec.rollout.stop}: stop strings need vllm{ROUTE_SCHEDULER_VERSIONS}, "
+            f"found {version}, which would end responses without their routes: install another, or "
+            "use rollout.stop_token_ids"
+        )
+    needed = spec.capture is not None or spec.rollout.stop
+    return {"scheduler_cls": ROUTE_SCHEDULER} if needed and is_known else {}
 
 
 def check_version(version: str) -> None:
@@ -194,8 +206,8 @@ def folder_config(model_path: str, name: str = "config.json") -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
-def stop_token_ids(model_path: str) -> list[int]:
-    """The end-of-sequence ids the model folder names.
+def stop_token_ids(model_path: str, more: Collection[int] = ()) -> list[int]:
+    """The end-of-sequence ids the model folder names, and ``more``.
 
     vLLM itself stops at the tokenizer's; with ``generation_config="vllm"`` it does not read these.
 
@@ -203,6 +215,11 @@ def stop_token_ids(model_path: str) -> list[int]:
         ValueError: the model's vocabulary has no such id, and vLLM would refuse every request.
     """
     vocab_size = folder_config(model_path, "config.json").get("vocab_size")
+    if more and vocab_size is not None and max(more) >= vocab_size:
+        raise ValueError(
+            f"rollout.stop_token_ids={list(more)}: expected ids below vocab_size={vocab_size} of "
+            f"{Path(model_path) / 'config.json'}"
+        )
     for name in ("generation_config.json", "config.json"):
         if (ids := folder_config(model_path, name).get("eos_token_id")) is not None:
             found = [ids] if isinstance(ids, int) else sorted(ids)
@@ -211,5 +228,5 @@ def stop_token_ids(model_path: str) -> list[int]:
                     f"{Path(model_path) / name}: eos_token_id={ids}: expected ids from 0, below "
                     f"vocab_size={vocab_size} of config.json; write those of the tokenizer there"
                 )
-            return found
-    return []
+            return sorted({*found, *more})
+    return sorted(set(more))

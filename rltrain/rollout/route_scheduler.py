@@ -22,13 +22,17 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from rltrain.rollout.stop_scheduler import stopping
+
 ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 def route_scheduler(*, vllm_config: Any, **arguments: Any) -> Scheduler:
-    """The scheduler of an engine that captures routes."""
+    """The scheduler of an engine that captures routes or ends responses at strings."""
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    found: Scheduler = _sending_once(kind)(vllm_config=vllm_config, **arguments)
+    if vllm_config.model_config.enable_return_routed_experts:
+        kind = _sending_once(kind)
+    found: Scheduler = stopping(kind)(vllm_config=vllm_config, **arguments)
     return found
 
 

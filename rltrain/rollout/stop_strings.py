@@ -5,6 +5,57 @@ from collections.abc import Sequence
 from rltrain.data.prompts import Tokenizer
 from rltrain.rollout.types import Rollout
 
+STOP_STRINGS = "stop_strings"
+"""The key, in the ``extra_args`` of vLLM's sampling parameters, of a request's strings."""
+MARGIN = 4
+"""Characters: the text of tokens begins otherwise where the tokens before are left out."""
+
+
+class StopStrings:
+    """Where in a response the first of some strings is complete.
+
+    A response's text is that of its tokens, special ones included. No string holds U+FFFD, which
+    stands for a character whose last bytes are still to come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._tokenizer = tokenizer
+        self._longest = max(map(len, self.stops))
+        self._last = {stop[-1] for stop in self.stops}
+        self._may_end: dict[int, bool] = {}
+
+    def end(self, before: Sequence[int], new: Sequence[int]) -> tuple[str | None, int]:
+        """The string that is complete first, and after how many of the new tokens; or None and 0.
+
+        Args:
+            before: the tokens so far, in which no string is complete
+        """
+        for count, token in enumerate(new, 1):
+            if self._can_end(token) and (stop := self._ended([*before, *new[:count]])):
+                return stop, count
+        return None, 0
+
+    def _can_end(self, token: int) -> bool:
+        """Whether the last character of a string may come with this token."""
+        if token not in self._may_end:
+            # Twice, because the first token of a text may lose a space.
+            text = _decoded(self._tokenizer, [token, token], skip_special_tokens=False)
+            self._may_end[token] = "\ufffd" in text or any(last in text for last in self._last)
+        return self._may_end[token]
+
+    def _ended(self, tokens: Sequence[int]) -> str | None:
+        """The string that the last token completes: of several the first, then the longest."""
+        window = self._longest + MARGIN
+        while window < len(tokens):
+            before = _decoded(self._tokenizer, tokens[-window:-1], skip_special_tokens=False)
+            if len(before) >= self._longest + MARGIN:
+                break
+            window *= 2
+        text = _decoded(self._tokenizer, tokens[-window:], skip_special_tokens=False)
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops]
+        return min((each for each in found if each[2] in text), default=(0, 0, None))[2]
+
 
 def response_texts(tokenizer: Tokenizer, rollout: Rollout) -> tuple[str, str]:
     """The text of a response as it was sampled, and without the tokenizer's special tokens.
@@ -25,10 +76,11 @@ def response_texts(tokenizer: Tokenizer, rollout: Rollout) -> tuple[str, str]:
             f"a response that ended at the stop string {stop!r} reads {raw[-80:]!r}: expected it "
             "there; the engine's tokenizer is not that of the run"
         )
-    cut = raw[raw.index(stop) :]
-    for special in tokenizer.all_special_tokens:
-        cut = cut.replace(special, "") if cut not in clean else cut
-    return raw[: raw.index(stop)], clean.removesuffix(cut)
+    kept, cut = raw[: raw.index(stop)], raw[raw.index(stop) :]
+    if not clean.endswith(cut):
+        for special in tokenizer.all_special_tokens:
+            cut = cut.replace(special, "")
+    return kept, clean.removesuffix(cut)
 
 
 def _decoded(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -27,6 +27,7 @@ class SamplingParams:
     greedy: bool = False
     capture_routes: bool = False  # where the engine was started to capture them
     logprobs: bool = True
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

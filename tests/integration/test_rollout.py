@@ -14,7 +14,8 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rltrain.actors.failures import ActorFailed
 from rltrain.batch import Batch
@@ -25,6 +26,7 @@ from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.generator import Generator, build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.route_store import RouteStore
+from rltrain.rollout.stop_strings import response_texts
 from rltrain.rollout.types import Request, Rollout, SamplingParams
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.shared_memory import ShmSender
@@ -144,6 +146,23 @@ class Cluster:
     unequal: Any
 
 
+def letters() -> Any:
+    """A tokenizer of single letters, pairs, and halves of a character of two bytes."""
+    pieces = ["<pad>", "<eos>", *"abcdefghijklmnopqrst", *"<>/", "\u0120", "\u010a"]
+    pieces += ["ab", "cd", "ef", "gh", "ij", "</", "/>", "\u00c3", "\u00a9"]
+    pieces += [first + second for first in "kl" for second in "mnopqr"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    assert len(vocab) == 48
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("model")
@@ -165,6 +184,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         initializer_range=0.2,
     )
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    letters().save_pretrained(folder)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     store = RouteStore.remote()
     spec = EngineSpec(str(folder), CONFIG.rollout, 40, 0, "cpu", RouteCapture(SHAPE, store, (1, 1)))
@@ -340,6 +360,60 @@ def test_calls_go_to_the_engine_that_has_room(
     ):
         list(Dispatcher(alone, 5.0).run(calls, sampling, 7))
     assert ray.get(alone[1].counts.remote()) == (4, 0, 4)
+
+
+def test_a_stop_string_cuts_a_response_and_changes_nothing_before(cluster: Cluster) -> None:
+    """The same tokens, bit for bit the same log-probabilities and routes, and none beyond. One
+    request at a time: what shares a forward pass decides how sums are rounded."""
+    tokenizer = letters()
+    sampling = SamplingParams(temperature=1.0, max_tokens=24, capture_routes=True)
+    ends = {"stop": 0, "length": 0, None: 0}
+    for i, prompt in enumerate(prompts(6, seed=5)):
+        requests = [Request(prompt.prompt_tokens, 7 + i, prompt.id, 0)]
+        (whole,) = ray.get(cluster.plain.generate.remote(requests, sampling))
+        texts = [tokenizer.decode(whole.response_tokens[:n]) for n in range(25)]
+        middle = len(texts[len(whole.response_tokens) // 2])
+        stops = (texts[-1][max(0, middle - 1) : middle + 1].replace("\ufffd", "") or "a", "<>/<>")
+        stopping = replace(sampling, stop=stops)
+        (cut,) = ray.get(cluster.plain.generate.remote(requests, stopping))
+        count = next((n for n in range(25) if any(stop in texts[n] for stop in stops)), None)
+        expected = len(whole.response_tokens) if count is None else count
+        assert cut.response_tokens == whole.response_tokens[:expected]
+        assert cut.logprobs == whole.logprobs[:expected]
+        by_string = count is not None and cut.response_tokens[-1] != EOS
+        assert cut.stop_string == (stops[0] if by_string else None)
+        assert cut.finish_reason == ("stop" if by_string else whole.finish_reason)
+        assert response_texts(tokenizer, cut)[0] == (
+            texts[count].partition(stops[0])[0]
+            if by_string
+            else response_texts(tokenizer, whole)[0]
+        )
+        ends[cut.finish_reason if not by_string else None] += 1
+        before, after = routes_of([whole, cut])
+        assert len(after) == len(prompt.prompt_tokens) + expected - 1
+        assert np.array_equal(after, before[: len(after)])
+    assert ends[None] >= 3
+
+
+def test_stop_strings_and_tokens_in_training_and_evaluation(cluster: Cluster) -> None:
+    rollout = FREE.rollout.model_copy(update={"stop": ["a", "k", "\n"]})
+    config = FREE.model_copy(update={"rollout": rollout})
+    generator = Generator([cluster.plain], config)
+    batch, rollouts, _ = generate(generator, prompts(12), step=3)
+    tokenizer = letters()
+    for found in (*rollouts, *generator.greedy(prompts(12))):
+        raw = tokenizer.decode(found.response_tokens)
+        assert all(
+            stop not in tokenizer.decode(found.response_tokens[:-1]) for stop in rollout.stop
+        )
+        assert (found.stop_string is not None) == any(stop in raw for stop in rollout.stop)
+        assert found.finish_reason == "length" or found.stop_string or raw.endswith("<eos>")
+    assert {"a", "k", "\n"} <= {found.stop_string for found in rollouts}
+    # Coverage is whole: every token but a response's last has a route.
+    assert batch.route_mask is not None
+    assert int(batch.route_mask.sum()) == int((batch.seq_lens - 1).sum())
+    assert batch.truncated is not None
+    assert batch.truncated.tolist() == [found.finish_reason == "length" for found in rollouts]
 
 
 def test_greedy_responses_carry_neither_logprobs_nor_routes(cluster: Cluster) -> None:

@@ -33,7 +33,6 @@ pytestmark = [
 
 PROMISED = {
     "reward": ["mean"],
-    "eval": ["accuracy"],
     "routing": ["coverage", "overlap", "overlap/layer_0", "overlap/layer_1"],
     "mismatch": (
         mismatch := [
@@ -77,7 +76,7 @@ def reward_by_length(folder: Path) -> str:
 def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
     """Every route arrives and is used, by the hashes, too; and the run leaves all its files. Were
     one side to forget the temperature, they would not agree in the first step, and it would end."""
-    once = ["trainer.eval_every=1", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
+    once = ["trainer.eval_every=2", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
     once += ["trainer.mini_batches=1", "tracking.wandb=offline", "trainer.steps=3"]
     once += ["rollout.temperature=0.7"]
     traced = ["policy=tp2_pp2", "routing_replay.trace=true", "policy.recompute=full"]
@@ -92,11 +91,16 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
         row = r3.metrics[step]
         assert row["rollout/weight_version"] == version
         assert row["rollout/staleness"] == staleness
-        assert ("time/weight_sync" in row) == (step == 2)
+        # The last step's weights go to the engines for its evaluation alone.
+        assert ("time/weight_sync" in row) == ("time/eval" in row) == (step in (2, 3))
+        assert ("eval/reward_mean" in row) == (step in (2, 3))
         assert row["routing/coverage"] == 1.0
         # One update a step: with the same routes in it as in the pass before, nothing has moved.
         assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
         assert row["policy/grad_norm"] > 0
+    for step in (0, 2, 3):
+        assert r3.metrics[step]["eval/failed_fraction"] == 0
+        assert "eval/accuracy" not in r3.metrics[step]  # this reward does not say what is correct
     first, stale, fresh = (r3.metrics[step] for step in (1, 2, 3))
     assert stale["mismatch/k3"] > 100 * max(first["mismatch/k3"], fresh["mismatch/k3"])
     # Sequences that the engine sampled with other weights leave the loss, not all of them.

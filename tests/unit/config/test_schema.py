@@ -70,6 +70,9 @@ IMPOSSIBLE = [
         "eval_every=8 or 12",
         "evaluations fall on weight syncs",
     ),
+    ({"rollout.stop": [""]}, "'' is in no text", "stop strings can appear"),
+    ({"rollout.stop": ["a\ufffd"]}, "is in no text", "stop strings can appear"),
+    ({"rollout.stop": ["a", "b", "a"]}, "stands there twice", "stop strings differ"),
     ({"optimizer.min_lr": 1.0, "optimizer.schedule": "linear"}, "min_lr=1.0", "min lr at most lr"),
     ({"optimizer.min_lr": 1e-9}, "schedule=constant", "a constant lr has no minimum"),
     (

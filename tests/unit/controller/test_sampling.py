@@ -6,7 +6,7 @@ only rewards matter.
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -62,14 +62,26 @@ class Pool:
     def collect(self) -> list[RewardResult]:
         found = [self.rewards[t // 100][t % 100 // 2 // G][t // 2 % G] for t in self.submitted]
         self.submitted = []
-        return [RewardResult(r, "ok" if r is not None else "timeout", "", 0.0) for r in found]
+        return [
+            RewardResult(
+                r, "timeout" if r is None else "ok", "", 0.0, None if r is None else r == 1
+            )
+            for r in found
+        ]
 
 
 def sampler(
-    rounds: Any, max_rounds: int, monkeypatch: pytest.MonkeyPatch, order: Sequence[int] = ()
+    rounds: Any,
+    max_rounds: int,
+    monkeypatch: pytest.MonkeyPatch,
+    order: Sequence[int] = (),
+    *,
+    seed: int = 0,
+    shuffle: bool = False,
 ) -> Sampler:
     values = {
-        "trainer": {"prompts_per_step": WANTED},
+        "trainer": {"prompts_per_step": WANTED, "seed": seed},
+        "data": {"reward": {"shuffle": shuffle}},
         "algorithm": {"group_size": G, "dynamic_sampling": {"max_rounds": max_rounds}},
         "rollout": {"oversample": 1.0 if len(rounds[0]) > WANTED else 0.0},
     }
@@ -156,6 +168,68 @@ def test_the_groups_that_finish_first_are_kept_with_their_own_rewards(
     assert sampled.batch.num_sequences == 2 * G
     assert metrics["rollout/aborted_groups"] == 6
     assert metrics["group/kept_fraction"] == 2 / 6
+
+
+DISTINCT = [[(0.0, 0.1), (0.2, 0.3), (0.4, 1.0)]] * 2
+
+
+def shuffled(monkeypatch: pytest.MonkeyPatch, step: int, seed: int, max_rounds: int = 0) -> Any:
+    made = sampler(DISTINCT, max_rounds, monkeypatch, seed=seed, shuffle=True)
+    return made.sample(step, StepTimer())
+
+
+def test_the_control_shuffles_rewards_anew_in_every_step_and_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, unshuffled = sampler(DISTINCT, 0, monkeypatch).sample(1, StepTimer())
+    inorder = plain.batch.require("rewards")[0].tolist()
+    orders = []
+    for step, seed in ((1, 0), (2, 0), (3, 0), (1, 1), (1, 2)):
+        found, metrics = shuffled(monkeypatch, step, seed)
+        again, _ = shuffled(monkeypatch, step, seed)
+        rewards = found.batch.require("rewards")[0].tolist()
+        assert rewards == again.batch.require("rewards")[0].tolist()
+        assert sorted(rewards) == sorted(inorder)
+        assert found.batch.tokens.tolist() == plain.batch.tokens.tolist()
+        assert metrics["reward/mean"] == pytest.approx(unshuffled["reward/mean"])
+        assert metrics["reward/accuracy"] == unshuffled["reward/accuracy"] == 1 / 6
+        orders.append(tuple(rewards))
+    assert tuple(inorder) not in orders
+    assert len(set(orders)) == len(orders)
+
+
+def test_the_control_shuffles_the_rounds_of_a_step_differently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    with_rewards = sampling.stages.with_rewards
+    monkeypatch.setattr(
+        sampling.stages,
+        "with_rewards",
+        lambda batch, rewards, shuffle_seed: (
+            seen.append(shuffle_seed)
+            or with_rewards(batch, [1.0] * len(rewards), shuffle_seed=shuffle_seed)
+        ),
+    )
+    shuffled(monkeypatch, 1, 0, max_rounds=2)
+    assert len(seen) == len(set(seen)) == 2 and None not in seen
+
+
+def test_what_is_correct_stays_with_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [[(1.0, None), (1.0, 0.0), (0.0, 0.5)], [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]]
+    found, metrics = sampler(rounds, 2, monkeypatch, [2, 0, 1]).sample(1, StepTimer())
+    assert metrics["reward/accuracy"] == pytest.approx((2 + 3) / 11)
+    assert metrics["group/all_correct_fraction"] == pytest.approx(2 / 6)
+    assert metrics["group/all_wrong_fraction"] == pytest.approx(2 / 6)
+    rewards = found.batch.require("rewards")[0].tolist()
+    assert found.correct == [reward == 1 for reward in rewards]
+    silent = [(0.0, 1.0)] * WANTED
+    made = sampler([silent], 0, monkeypatch)
+    collect = made.pool.collect
+    made.pool.collect = lambda: [replace(r, correct=None) for r in collect()]  # type: ignore
+    _, metrics = made.sample(1, StepTimer())
+    assert "reward/mean" in metrics
+    assert not {"reward/accuracy", "group/all_correct_fraction"} & metrics.keys()
 
 
 def test_a_failed_reward_is_no_difference() -> None:

@@ -137,6 +137,44 @@ def test_every_request_of_a_step_has_its_own_seed_even_for_a_repeated_prompt() -
     assert seeds.isdisjoint(request.seed for group in later for request in group)
 
 
+@dataclass
+class Recorder:
+    """In the place of the engines' dispatcher: keeps what it is asked for."""
+
+    calls: list[Any]
+
+    def run(self, calls: Any, sampling: Any, step: int) -> Any:
+        self.calls.append((calls, sampling, step))
+        yield from ()
+
+
+def asked_for(seed: int, step: int, round: int = 0, **rollout: Any) -> Any:
+    config = Config.model_validate({"trainer": {"seed": seed}, "rollout": rollout})
+    generator = Generator([None], config)
+    generator._dispatcher = Recorder([])  # type: ignore[assignment]
+    list(generator.stream([Prompt((1,), "a"), Prompt((2,), "b")], step, round))
+    generator.greedy([Prompt((1,), "a")])
+    return generator._dispatcher.calls  # type: ignore[attr-defined]
+
+
+def test_the_seeds_of_samples_depend_on_run_step_and_round() -> None:
+    seen: set[int] = set()
+    for seed, step, round in ((0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)):
+        (calls, _, _), _ = asked_for(seed, step, round)
+        seeds = {request.seed for call in calls for request in call.requests}
+        (again, _, _), _ = asked_for(seed, step, round)
+        assert seeds == {request.seed for call in again for request in call.requests}
+        assert len(seeds) == 2 * Config().algorithm.group_size
+        assert seen.isdisjoint(seeds)
+        seen |= seeds
+
+
+def test_evaluation_stops_where_training_does() -> None:
+    (_, sampling, _), (_, greedy, _) = asked_for(0, 1, stop=["</answer>"])
+    assert sampling.stop == greedy.stop == ("</answer>",)
+    assert greedy.greedy and greedy.num_samples == 1 and not sampling.greedy
+
+
 def test_seeds_do_not_depend_on_the_other_prompts() -> None:
     alone = make_requests([Prompt((1,), "a")], 2, run_seed=0, step=0)
     among = make_requests([Prompt((2,), "b"), Prompt((1,), "a")], 2, run_seed=0, step=0)

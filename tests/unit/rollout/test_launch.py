@@ -204,3 +204,17 @@ def test_routes_are_sent_once_by_the_versions_that_this_was_read_against(
     capturing = replace(SPEC, capture=RouteCapture(SHAPE, store=None))
     assert ("scheduler_cls" in scheduler_args(capturing, version)) is sends_once
     assert scheduler_args(SPEC, version) == {}
+
+
+def test_stop_strings_need_a_scheduler_that_this_was_read_against() -> None:
+    stopping = with_rollout(stop=["a"])
+    assert "scheduler_cls" in scheduler_args(stopping, "0.30.0+cpu")  # without capture, too
+    with pytest.raises(ValueError, match=r"rollout\.stop=\['a'\]: stop strings need vllm>=0\.26"):
+        scheduler_args(stopping, "0.31.0")
+
+
+def test_more_stop_tokens_are_in_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3, "vocab_size": 8}))
+    assert stop_token_ids(str(tmp_path), [5, 1, 3]) == [1, 3, 5]
+    with pytest.raises(ValueError, match=r"rollout\.stop_token_ids=\[8\]: .*vocab_size=8"):
+        stop_token_ids(str(tmp_path), [8])
