@@ -49,7 +49,7 @@ def check_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
-    """Raise ValueError for a string of ``rollout.stop`` that no tokens of this tokenizer read as."""
+    """Raise ValueError for a string of ``rollout.stop`` that no tokens read as."""
     for stop in stops:
         text = _decoded(tokenizer, _ids(tokenizer, stop))
         if stop not in text:
