@@ -7,7 +7,7 @@ since right responses would get 0, or wrong ones 1.
 
 import re
 from decimal import Decimal
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -42,7 +42,7 @@ def is_equal(response: str, answer: str) -> bool:
     return bool(verify(parse_answer(answer), _parse(response), timeout_seconds=None))
 
 
-@cache  # all responses of a group have the same
+@lru_cache(maxsize=1024)  # all responses of a group have the same
 def parse_answer(answer: str) -> list[Any]:
     """math-verify's reading of a reference answer: an expression and its text.
 
