@@ -52,6 +52,8 @@ OTHER: dict[str, Any] = {
     "data.reward.function": "math_verify",
     "rollout.engine_args": {"max_num_seqs": 8},
     "rollout.gpu_memory_utilization": 0.3,
+    "rollout.stop": ["a"],
+    "rollout.stop_token_ids": [1],
     "rollout.top_p": 1.0,  # the only value it may have
     "rollout.top_k": 0,
 }
