@@ -152,11 +152,17 @@ class RouterTap:
     ) -> Deficits | None:
         if not self.comparing or self.target is None:
             return None
-        limits = {"num_groups": num_groups, "group_topk": group_topk, "best": self.best_of_group}
         gates = self._gates(scores) if self.sigmoid else None
         if not self.sigmoid and not self.scores_are_logits:
             scores = scores.float().clamp_min(torch.finfo(torch.float32).tiny).log()
-        return deficits(scores, decode(self.target.experts), gates=gates, **limits)
+        return deficits(
+            scores,
+            decode(self.target.experts),
+            gates=gates,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            best=self.best_of_group,
+        )
 
     def _recompute(self, scores: Tensor) -> Tensor:
         micro_batch = self.recomputing
