@@ -66,6 +66,11 @@ def kind_of(value: object) -> str:
     return next((kind for types, kind in KINDS if isinstance(value, types)), type(value).__name__)
 
 
+def shown(value: object) -> str:
+    """A value for a message: its kind and how it begins, as ``integer '3'``; null as it is."""
+    return "null" if value is None else f"{kind_of(value)} {str(value)[:60]!r}"
+
+
 def is_messages(value: object) -> bool:
     """Whether a value is a list of objects with ``role`` and ``content``."""
     return isinstance(value, list) and bool(value) and all(_is_message(item) for item in value)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rltrain.data.bad_rows import BadRow
-from rltrain.data.columns import is_messages, kind_of
+from rltrain.data.columns import is_messages, kind_of, shown
 from rltrain.data.json_values import check_text, plain
 
 Messages = list[dict[str, Any]]
@@ -37,7 +37,7 @@ def read_prompt(value: object, name: str, filled: bool = False) -> str | Message
     if isinstance(value, str):
         return _read_text(value, name)
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else f"{kind_of(value)} {str(value)[:60]!r}"
+        found = "an empty list" if value == [] else shown(value)
         raise BadRow(
             "the prompt is neither text nor messages", f"column {name!r}: {EXPECTED}, found {found}"
         )
@@ -83,9 +83,7 @@ def _is_share_gpt(value: object) -> bool:
 
 def _read_message(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise BadRow(
-            "a message is no object", f"column {name!r}: {EXPECTED}, found {str(value)[:60]!r}"
-        )
+        raise BadRow("a message is no object", f"column {name!r}: {EXPECTED}, found {shown(value)}")
     given = {key: item for key, item in value.items() if item is not None}
     if "role" not in given and "from" in given and "content" not in given:
         role = given.pop("from")
@@ -115,7 +113,7 @@ def _content(content: object, name: str) -> str:
     if not isinstance(content, list):
         raise BadRow(
             f"the content of a message is {kind_of(content)}",
-            f"column {name!r}: expected text or a list of text parts, found {str(content)[:60]!r}",
+            f"column {name!r}: expected text or a list of text parts, found {shown(content)}",
         )
     texts = []
     for number, part in enumerate(content):
@@ -203,7 +201,7 @@ def read_tools(value: object, name: str, filled: bool = False) -> list[dict[str,
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
             raise BadRow(
                 "a tool has no name",
-                f"column {f'{name}.{number}'!r}: {expected}, found {str(tool)[:60]!r}",
+                f"column {f'{name}.{number}'!r}: {expected}, found {shown(tool)}",
             )
     read: list[dict[str, Any]] = plain(tools, name)
     return without_null(read) if filled and not isinstance(value, str) else read

@@ -30,10 +30,12 @@ def check_vocabulary(
     """
     beyond = {i: token for token, i in tokenizer.get_vocab().items() if not 0 <= i < rows}
     for name, problem in problems:
-        check_ids(problem.prompt_tokens, rows, f"{name} prompt {problem.prompt[:60]!r}", tokenizer)
+        where = problem.place or name
+        prompt = f"{where}, prompt {problem.prompt[:60]!r}"
+        check_ids(problem.prompt_tokens, rows, prompt, tokenizer)
         if beyond and isinstance(problem.answer, str):
             answer = tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-            check_ids(answer, rows, f"{name} answer {problem.answer[:60]!r}", tokenizer)
+            check_ids(answer, rows, f"{where}, answer {problem.answer[:60]!r}", tokenizer)
     if beyond:
         first = ", ".join(f"{i} {beyond[i]!r}" for i in islice(sorted(beyond), 3))
         raise ValueError(

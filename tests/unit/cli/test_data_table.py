@@ -183,7 +183,7 @@ def test_an_id_beyond_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = [*PLAIN, {"prompt": "hm <think>", "answer": "4"}]
     assert run(tmp_path, rows, f"model.path={folder}") == 1
     said = capsys.readouterr().err
-    assert f"prompt 'hm <think>': token 4 has id {VOCAB_SIZE} '<think>'" in said
+    assert f"row {len(PLAIN)}, prompt 'hm <think>': token 4 has id {VOCAB_SIZE} '<think>'" in said
     save_model(tmp_path / "model", tokenizer, vocab_size=VOCAB_SIZE + 16)
     assert run(tmp_path, rows, f"model.path={folder}") == 0
 

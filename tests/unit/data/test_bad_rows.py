@@ -49,7 +49,7 @@ def user(content: Any) -> list[dict[str, Any]]:
 BAD_ROWS = {
     "null prompt": ({"prompt": None, "answer": "2"}, "'prompt'.*null"),
     "blank prompt": ({"prompt": " \n", "answer": "2"}, "'prompt'"),
-    "null content": ({"prompt": user(None), "answer": "2"}, r"'prompt.0.content'.*None"),
+    "null content": ({"prompt": user(None), "answer": "2"}, r"'prompt.0.content'.*found null"),
     "missing content": ({"prompt": [{"role": "user"}], "answer": "2"}, r"'prompt.0.content'"),
     "content is a number": ({"prompt": user(7), "answer": "2"}, r"'prompt.0.content'.*7"),
     "blank message": ({"prompt": user(" "), "answer": "2"}, r"'prompt.0.content'"),

@@ -105,14 +105,15 @@ def test_tokens_without_a_row(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=answer):
         check_vocabulary(tokenizer, ROWS, tmp_path, ())
     ids = tuple(tokenizer(f"go {first}", add_special_tokens=False)["input_ids"])
-    uses = Problem(ids, f"go {first}", "42")
+    uses = Problem(ids, f"go {first}", "42", place="a.jsonl, row 3")
     where = (
-        rf"train prompt 'go {first}': token {len(ids) - 1} has id {ROWS} '{first}', .*{ROWS} rows"
+        rf"a.jsonl, row 3, prompt 'go {first}': token {len(ids) - 1} has id {ROWS} '{first}', "
+        rf".*{ROWS} rows"
     )
     with pytest.raises(ValueError, match=where):
         check_vocabulary(tokenizer, ROWS, tmp_path, [("train", uses)])
     taught = Problem((5,), "go", first)
-    with pytest.raises(ValueError, match=rf"train answer '{first}': token 0 has id {ROWS}"):
+    with pytest.raises(ValueError, match=rf"train, answer '{first}': token 0 has id {ROWS}"):
         check_vocabulary(tokenizer, ROWS, tmp_path, [("train", taught)])
     check_vocabulary(tokenizer, total, tmp_path, [("train", uses), ("train", taught)])
     check_vocabulary(tokenizer, total + 100, tmp_path, ())  # rows that pad the embedding
