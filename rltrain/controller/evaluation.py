@@ -108,7 +108,10 @@ def evaluation_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     """Of rewards that were computed; a failed one is counted and is no 0. Accuracy is left out
     unless each of them comes with whether its response is correct."""
     scored = [result for result in results if result.value is not None]
-    metrics = {"eval/failed_fraction": 1 - len(scored) / len(results)}
+    metrics = {
+        "eval/num_scored": float(len(scored)),
+        "eval/failed_fraction": 1 - len(scored) / len(results),
+    }
     if not scored:
         return metrics
     metrics["eval/reward_mean"] = statistics.fmean(r.value for r in scored if r.value is not None)

@@ -171,6 +171,7 @@ LEARNING = (
         SCORED_HELD_OUT,
         better="higher",
     ),
+    _evaluation("eval/num_scored", SCORED_HELD_OUT, "-", "problems"),
     _evaluation(
         "eval/failed_fraction",
         "rewards that raised, crashed or ran out of time",

@@ -73,6 +73,7 @@ def test_what_exact_finds() -> None:
     assert metrics == {
         "eval/reward_mean": 2 / 5,
         "eval/accuracy": 2 / 5,
+        "eval/num_scored": 5,
         "eval/failed_fraction": 0,
         "eval/format_error_fraction": 1 / 4,  # of the four with an integer as answer
         "eval/truncated_fraction": 1 / 5,
@@ -106,6 +107,7 @@ def test_a_failed_reward_is_counted_and_is_no_zero() -> None:
 def test_where_every_reward_failed_there_is_no_mean() -> None:
     metrics, _ = evaluate([(None, rollout("nan<eos>"))] * 2, function="sample_rewards.act_out")
     assert metrics == {
+        "eval/num_scored": 0,
         "eval/failed_fraction": 1.0,
         "eval/truncated_fraction": 0,
         "eval/response_length_mean": 4.0,

@@ -70,6 +70,7 @@ def test_what_is_logged_of_an_evaluation() -> None:
     """A reward that failed is counted as such, and is not a 0."""
     parts = Parts(ROLLOUTS, RESULTS)
     assert evaluator(parts).evaluate(30) == {
+        "eval/num_scored": 3,
         "eval/failed_fraction": 1 / 4,
         "eval/reward_mean": pytest.approx(1.25 / 3),
         "eval/accuracy": pytest.approx(1 / 3),
@@ -102,15 +103,20 @@ def test_a_group_is_judged_by_one_problem_in_its_order() -> None:
 def test_accuracy_is_told_only_where_every_reward_says_what_is_correct() -> None:
     assert "eval/accuracy" not in evaluation_metrics([scored(1.0, True), scored(1.0)])
     assert evaluation_metrics([scored(1.0), scored(None)]) == {
+        "eval/num_scored": 1,
         "eval/failed_fraction": 0.5,
         "eval/reward_mean": 1.0,
     }
     assert evaluation_metrics([scored(2.0, False), scored(0.5, True)]) == {
+        "eval/num_scored": 2,
         "eval/failed_fraction": 0.0,
         "eval/reward_mean": 1.25,
         "eval/accuracy": 0.5,
     }
-    assert evaluation_metrics([scored(None)]) == {"eval/failed_fraction": 1.0}
+    assert evaluation_metrics([scored(None)]) == {
+        "eval/num_scored": 0,
+        "eval/failed_fraction": 1.0,
+    }
 
 
 def test_it_is_due_at_the_start_every_so_often_and_at_the_end() -> None:
