@@ -16,6 +16,7 @@ class Tokenizer(Templated, Protocol):
     all_special_tokens: Sequence[str]
 
     def __call__(self, text: Any, *, add_special_tokens: bool) -> Any: ...
+    def convert_ids_to_tokens(self, ids: int) -> Any: ...
     def decode(
         self,
         token_ids: Sequence[int],

@@ -1,5 +1,6 @@
 """Where a response ends, and its text without what ended it."""
 
+import re
 from collections.abc import Sequence
 
 from rltrain.data.prompts import Tokenizer
@@ -9,13 +10,17 @@ STOP_STRINGS = "stop_strings"
 """The key, in the ``extra_args`` of vLLM's sampling parameters, of a request's strings."""
 MARGIN = 4
 """Characters: the text of tokens begins otherwise where the tokens before are left out."""
+UNREAD = "\ufffd"
+"""Stands for bytes that are not a whole character, or not yet: for one or for several."""
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token of one byte, as Llama 2, Mixtral and Gemma have them. A run of such tokens is read as a
+whole: where one byte does not fit, no character of the run is."""
 
 
 class StopStrings:
     """Where in a response the first of some strings is complete.
 
-    A response's text is that of its tokens, special ones included. No string holds U+FFFD, which
-    stands for a character whose last bytes are still to come.
+    A response's text is that of its tokens, special ones included. No string holds U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
@@ -24,6 +29,7 @@ class StopStrings:
         self._longest = max(map(len, self.stops))
         self._last = {stop[-1] for stop in self.stops}
         self._may_end: dict[int, bool] = {}
+        self._bytes: dict[int, bool] = {}
 
     def end(self, before: Sequence[int], new: Sequence[int]) -> tuple[str | None, int]:
         """The string that is complete first, and after how many of the new tokens; or None and 0.
@@ -41,20 +47,35 @@ class StopStrings:
         if token not in self._may_end:
             # Twice, because the first token of a text may lose a space.
             text = _decoded(self._tokenizer, [token, token], skip_special_tokens=False)
-            self._may_end[token] = "\ufffd" in text or any(last in text for last in self._last)
+            self._may_end[token] = UNREAD in text or any(last in text for last in self._last)
         return self._may_end[token]
 
     def _ended(self, tokens: Sequence[int]) -> str | None:
         """The string that the last token completes: of several the first, then the longest."""
-        window = self._longest + MARGIN
-        while window < len(tokens):
-            before = _decoded(self._tokenizer, tokens[-window:-1], skip_special_tokens=False)
-            if len(before) >= self._longest + MARGIN:
-                break
-            window *= 2
-        text = _decoded(self._tokenizer, tokens[-window:], skip_special_tokens=False)
+        text = _decoded(self._tokenizer, tokens[self._start(tokens) :], skip_special_tokens=False)
         found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops]
         return min((each for each in found if each[2] in text), default=(0, 0, None))[2]
+
+    def _start(self, tokens: Sequence[int]) -> int:
+        """From where tokens are read, so that what the last of them completes is read whole."""
+        start = len(tokens) - self._longest - MARGIN
+        while start > 0:
+            if self._is_byte(tokens[start]):
+                start -= 1
+                continue
+            before = _decoded(self._tokenizer, tokens[start:-1], skip_special_tokens=False)
+            unread = before.count(UNREAD)
+            # A character of UTF-8 has at most 4 bytes.
+            if len(before) - unread + unread // 4 >= self._longest + MARGIN:
+                return start
+            start -= len(tokens) - start
+        return 0
+
+    def _is_byte(self, token: int) -> bool:
+        if token not in self._bytes:
+            piece = self._tokenizer.convert_ids_to_tokens(token)
+            self._bytes[token] = BYTE.fullmatch(str(piece)) is not None
+        return self._bytes[token]
 
 
 def response_texts(tokenizer: Tokenizer, rollout: Rollout) -> tuple[str, str]:

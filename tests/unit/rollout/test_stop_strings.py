@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -164,6 +165,25 @@ def test_long_responses_are_read_at_their_end_and_special_tokens_count_as_text(k
             expected = first_end(tokenizer, tokens, [stop])
             assert expected is not None and expected > len(filler)
             assert found_end(tokenizer, tokens, [stop], 1) == (stop, expected)
+
+
+LONG = st.text("\u7b54\u6848\u00e9\U0001f600\na", min_size=1, max_size=9).map(str.encode)
+"""Characters that are several tokens, and two that may be among them."""
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(stop=LONG, filler=LONG, parts=st.lists(st.one_of(LONG, st.binary(max_size=1)), max_size=2))
+def test_tokens_of_single_bytes_are_read_whole(
+    kind: str, stop: bytes, filler: bytes, parts: list[bytes]
+) -> None:
+    """Also where a byte that fits nowhere spoils what is beside it."""
+    tokenizer, letters = TOKENIZERS[kind](), bytes_to_unicode()
+    if kind == "sentence_piece":
+        letters = {x: "a" if x == ord("a") else f"<0x{x:02X}>" for x in letters}
+    text = b"".join([*parts, filler * 10, *parts, stop])
+    tokens = tokenizer.convert_tokens_to_ids([letters[x] for x in text])
+    stops = [stop.decode()]
+    assert found_end(tokenizer, tokens, stops, 1)[1] == first_end(tokenizer, tokens, stops)
 
 
 def rollout(tokens: Sequence[int], stop: str | None = None, reason: Any = "stop") -> Rollout:
