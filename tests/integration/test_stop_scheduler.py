@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the first engine's is still there when the second starts
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(ROOT),
 }

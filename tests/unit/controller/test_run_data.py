@@ -134,7 +134,7 @@ def test_ids_beyond_the_embedding_name_the_prompt(tmp_path: Path) -> None:
 
 
 def test_supervised_answers_fit(tmp_path: Path) -> None:
-    taught = ["algorithm=sft", "routing_replay=off", "algorithm.group_size=1"]
+    taught = ["algorithm=sft", "routing_replay=off"]
     found = found_in(ROWS, tmp_path, *taught)
     assert found.fault is None and found.trials == ()
     assert {len(p.target_tokens) for p in found.problems.train} == {2}
