@@ -45,7 +45,8 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -m 'not slow'
 
-# Some minutes: every fault of tests/mutants is planted in a copy, and its test has to fail.
+# Hours on 2 cores: every fault of tests/mutants is planted in a copy, and its test has to fail. For
+# some of them: .venv/bin/python -m tests.mutants.run --only TEXT
 mutants: setup
 	$(BIN)/python -m tests.mutants.run
 

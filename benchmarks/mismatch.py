@@ -327,21 +327,27 @@ def _sampled_apart(
     return load_file(out) if out.exists() else None
 
 
+def parse_sizes(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Shape, Sampling]:
+    """The command line, with a flag for each field of the model's and the sampling's sizes."""
+    kinds = (Shape, Sampling)
+    for field in (field for kind in kinds for field in dataclasses.fields(kind)):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=type(field.default), default=field.default)
+    options = parser.parse_args()
+    shape, sizes = (
+        kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
+        for kind in kinds
+    )
+    return options, shape, sizes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.mismatch")
     has_gpu = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_gpu else "cpu")
     parser.add_argument("--train-seconds", type=float, default=240.0)
     parser.add_argument("--out", type=Path)
-    for kind in (Shape, Sampling):
-        for field in dataclasses.fields(kind):
-            flag = "--" + field.name.replace("_", "-")
-            parser.add_argument(flag, type=type(field.default), default=field.default)
-    options = parser.parse_args()
-    shape, sizes = (
-        kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
-        for kind in (Shape, Sampling)
-    )
+    options, shape, sizes = parse_sizes(parser)
     settings = {**dataclasses.asdict(shape), **dataclasses.asdict(sizes)}
     result = Result("mismatch", settings | {"train_seconds": options.train_seconds})
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.mismatch import Device, Sampling, _sampled_apart, batch_of, scorer
+from benchmarks.mismatch import Device, _sampled_apart, batch_of, parse_sizes, scorer
 from benchmarks.models import random_model
 from benchmarks.pretrain import Shape, corpus, plan_of, pretrain, start_worker, training_config
 from benchmarks.result import Result
@@ -79,15 +79,7 @@ def main() -> None:
     parser.add_argument("--train-seconds", type=float, default=120.0)
     parser.add_argument("--quantizations", nargs="+", choices=("none", "fp8"))
     parser.add_argument("--out", type=Path)
-    for kind in (Shape, Sampling):
-        for field in dataclasses.fields(kind):
-            flag = "--" + field.name.replace("_", "-")
-            parser.add_argument(flag, type=type(field.default), default=field.default)
-    options = parser.parse_args()
-    shape, sizes = (
-        kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
-        for kind in (Shape, Sampling)
-    )
+    options, shape, sizes = parse_sizes(parser)
     wanted = options.quantizations or (["none", "fp8"] if has_gpu else ["none"])
     result = Result("route_noise", {**dataclasses.asdict(shape), **dataclasses.asdict(sizes)})
     with tempfile.TemporaryDirectory(prefix="rltrain-route-noise-") as name:
