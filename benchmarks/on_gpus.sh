@@ -3,8 +3,8 @@
 #
 #   OUT=folder benchmarks/on_gpus.sh [PART[:SECONDS] ...]      from the repository's root
 #
-# One GPU: head sync route_scheduler fp8_rollout fp8_first_step proof_ipc train rollout routes
-#          step weight_sync_ipc mismatch route_gate route_noise demo
+# One GPU: head sync route_scheduler stop_scheduler fp8_sync fp8_rollout fp8_first_step
+#          proof_ipc train rollout routes step weight_sync_ipc mismatch route_gate route_noise demo
 # Two:     proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16
 # Without parts it runs all that the visible GPUs can hold. Each writes OUT/PART.log and, if it is a
 # benchmark, OUT/PART.json; a part that fails or runs out of time does not stop the others.
@@ -30,7 +30,9 @@ run() {
     head) "$PYTHON" tests/gpu/test_deferred_head.py ;;
     sync) "$PYTHON" tests/gpu/test_replay_without_sync.py ;;
     route_scheduler) "$PYTHON" tests/integration/test_route_scheduler.py "/tmp/$part-$$" ;;
-    fp8_rollout) "$PYTHON" tests/gpu/test_fp8_rollout.py "/tmp/$part-$$" fp8 bf16 ;;
+    stop_scheduler) "$PYTHON" tests/integration/test_stop_scheduler.py "/tmp/$part-$$" ;;
+    fp8_sync) "$PYTHON" tests/gpu/test_fp8_rollout.py "/tmp/$part-$$" fp8 ;;
+    fp8_rollout) "$PYTHON" tests/gpu/test_fp8_rollout.py "/tmp/$part-$$" fp8 bf16 ;; # that and bf16
     fp8_first_step) "$PYTHON" tests/gpu/test_fp8_rollout.py "/tmp/$part-$$" fp8-native fp8-trainer ;;
     proof_ipc) "$PYTHON" tests/gpu/test_weight_sync.py "/tmp/$part-$$" ipc ;;
     proof_broadcast) "$PYTHON" tests/gpu/test_weight_sync.py "/tmp/$part-$$" broadcast ;;
@@ -43,7 +45,7 @@ run() {
     overlap) bench overlap ;;
     mismatch) bench mismatch --train-seconds 200 ;;
     route_gate) bench route_gate ;; # what the gate on routes costs a measured step
-    route_noise) bench route_noise --train-seconds 120 ;; # bf16 and FP8 engines; see ADR 18
+    route_noise) bench route_noise --train-seconds 60 ;; # bf16 and FP8 engines; see ADR 18
     demo) demo cluster.num_gpus=1 cluster.placement=colocated ;;
     demo_apart) demo cluster.num_gpus=2 cluster.placement=disaggregated ;;
     demo_tp2) demo cluster.num_gpus=2 cluster.placement=colocated policy.parallel.tp=2 \
@@ -56,8 +58,9 @@ run() {
 export -f run bench demo
 export OUT PYTHON models
 
-one="head sync route_scheduler fp8_rollout fp8_first_step proof_ipc train rollout routes step"
-one="$one weight_sync_ipc mismatch route_gate route_noise demo"
+# Not fp8_sync: fp8_rollout contains it.
+one="head sync route_scheduler stop_scheduler fp8_rollout fp8_first_step proof_ipc train rollout"
+one="$one routes step weight_sync_ipc mismatch route_gate route_noise demo"
 two="proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16"
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 [ "$gpus" -ge 2 ] && one="$one $two"

@@ -102,6 +102,7 @@ def main() -> None:
             batch = batch_of(sampled, sizes)
             trainer = scorer(worker, folder / "trained", "params")
             result.measured[f"engine {kind}"] = noise(trainer, batch, shape, worker.device)
+    torch.distributed.destroy_process_group()
     result.write(options.out)
 
 

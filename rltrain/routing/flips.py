@@ -76,12 +76,14 @@ def wide_flips(
         judged: `judged_rows`  # [N]
         narrow: by layer, the last bin that is not wide
     """
+    _, num_layers, k = deficits.shape
     limits = torch.tensor([narrow[layer] for layer in layers], dtype=torch.uint8)
-    wide = (deficits > limits.view(1, -1, 1)) & judged.view(-1, 1, 1)
-    rows, at, columns = (index.numpy() for index in wide.nonzero(as_tuple=True))
+    # Over one long axis and before rows are judged: few are wide, and this is read in every step.
+    wide = (deficits.flatten(1) > limits.repeat_interleave(k)).flatten().nonzero().squeeze(1)
+    wide = wide[judged[wide // (num_layers * k)]]
     return WideFlips(
-        rows=rows,
-        layers=np.asarray(layers, dtype=np.int64)[at],
-        columns=columns,
-        experts=decode(experts[wide]).numpy(),
+        rows=(wide // (num_layers * k)).numpy(),
+        layers=np.asarray(layers, dtype=np.int64)[(wide // k % num_layers).numpy()],
+        columns=(wide % k).numpy(),
+        experts=decode(experts.flatten()[wide]).numpy(),
     )

@@ -2,6 +2,8 @@
 
 The same requests are answered with strings and without. On a GPU vLLM samples a token ahead: it is
 worth running there, too.
+
+    python tests/integration/test_stop_scheduler.py FOLDER       # where there is no pytest
 """
 
 import json
@@ -11,10 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -28,10 +28,7 @@ NEW_TOKENS = 24
 LETTERS = [chr(ord("A") + i) for i in range(48)]  # by token
 
 
-def test_a_response_ends_with_the_token_that_completes_a_string(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path)]
-    subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, timeout=300)
-    found = json.loads((tmp_path / "found.json").read_text())
+def check_all(found: dict[str, Any]) -> None:
     for kind in ("routes", "no_routes"):
         check(**found[kind], stops=found["stops"])
         for prompt, whole, cut in zip(PROMPTS, *found[kind].values(), strict=True):
@@ -135,17 +132,31 @@ def answers(llm: Any, stops: list[str]) -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
+    os.environ |= ENVIRONMENT
     save_model(folder / "model")
     found: dict[str, Any] = {}
     for kind in ("routes", "no_routes"):
         llm = engine(folder / "model", routes=kind == "routes")
+        in_advance = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        assert in_advance == torch.cuda.is_available()
         whole = answers(llm, [])
         if not found:  # such as two of the responses have
             first, second = text_of(whole[0]["tokens"]), text_of(whole[1]["tokens"])
             found["stops"] = [first[11:14], second[6:8]]
         found[kind] = {"whole": whole, "cut": answers(llm, found["stops"])}
     (folder / "found.json").write_text(json.dumps(found))
+    check_all(found)
+    sys.stdout.write(f"ended at {found['stops']}; a token ahead: {in_advance}\n")
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+else:
+    import pytest
+
+    pytestmark = pytest.mark.integration
+
+    def test_a_response_ends_with_the_token_that_completes_a_string(tmp_path: Path) -> None:
+        command = [sys.executable, __file__, str(tmp_path)]
+        subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, timeout=300)
+        check_all(json.loads((tmp_path / "found.json").read_text()))
