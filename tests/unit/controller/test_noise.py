@@ -1,8 +1,8 @@
 """The bounds of two passes over one model: healthy ones of any size keep them, broken ones do not.
 
-Healthy distances are drawn from the quantiles that were measured on an H200
-(docs/results/mismatch-h200-2026-11-28.json: a trained mixture of 24 layers, bf16, 65,536 tokens),
-with a Pareto tail beyond the largest. Those of fp32 and FP8 are the same shape at their own size.
+Healthy distances are drawn from the quantiles that were measured on an H200 (``RESULT``: a
+trained mixture of 24 layers, bf16, 65,536 tokens), with a Pareto tail beyond the largest. Those of
+fp32 and FP8 are the same shape at their own size.
 """
 
 import json
@@ -34,7 +34,8 @@ from rltrain.controller.noise import (
 from rltrain.main import compose
 
 ROOT = Path(__file__).parents[3]
-MEASURED = json.loads((ROOT / "docs/results/mismatch-h200-2026-11-28.json").read_text())["measured"]
+RESULT = ROOT / "benchmarks/results/mismatch-h200-2026-11-28.json"
+MEASURED = json.loads(RESULT.read_text())["measured"]
 TOKENS = 65536
 SIZES = (100, 1_000, 10_000, 300_000)
 

@@ -20,7 +20,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "sigmoid, bias, 4 of 8 groups, 8 of 64": {"experts": 64, "sigmoid": True, "groups": (8, 4)},
 }
 NOISE = {"fp32": 1e-6, "bf16": 0.015, "fp8": 0.08}
-"""Scale over the spread of the logits. bf16: docs/results/route-noise-cpu-2026-11-29.json; FP8 is
+"""Scale over the spread of the logits. bf16: route-noise-cpu-2026-11-29.json of RESULTS; FP8 is
 taken to be five times that (ADR 18)."""
 
 
@@ -38,7 +38,7 @@ def test_a_tenth_of_every_fault_is_found_and_rounding_is_not(router: str, noise:
 
 # False alarms
 
-RESULTS = Path(__file__).parents[3] / "docs/results"
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 MEASURED = sorted(RESULTS.glob("route-noise-*.json"))
 
 
