@@ -17,8 +17,8 @@ from rltrain.routing.flips import LayerFlips, judged_rows
 
 _BYTES = 256
 _STRIPES = 64
-"""Copies of each counter, that rows take in turn: most values are few, and threads of a GPU that add
-to the same address wait for each other."""
+"""Copies of each counter; row r adds to copy ``r % _STRIPES``. Most rows have one of a few values,
+and threads of a GPU that add to the same address wait for each other."""
 
 
 class FlipSums:
