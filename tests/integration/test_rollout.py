@@ -77,13 +77,24 @@ class StaggeredEngine(RolloutEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._pending: list[Any] = []
-        self._finished_early = 0
+        self._finished_early = self._cached_tokens = 0
 
     async def _add(self, name: str, request: Request, params: Any) -> Any:
         self._pending.append(await super()._add(name, request, params))
         await asyncio.sleep(random.choice([0, 0, 0.02]))
         self._finished_early += any(output.output is not None for output in self._pending)
-        return self._pending[-1]
+        return self
+
+    async def get(self) -> Any:
+        """The next output, in the order of the requests, as vLLM's collector of it."""
+        output = await self._pending.pop(0).get()
+        self._cached_tokens += output.num_cached_tokens
+        return output
+
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens read from the prefix cache since the last call."""
+        found, self._cached_tokens = self._cached_tokens, 0
+        return found
 
     def num_finished_early(self) -> int:
         """How many requests arrived when an output was there but not yet taken."""
@@ -273,8 +284,9 @@ def against(folder: Path, rollouts: list[Rollout]) -> tuple[float, float]:
 def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_arrive(
     cluster: Cluster,
 ) -> None:
-    # Another history, of the same prompts: what it cached of them must not be used.
-    generate(Generator([cluster.staggered], CONFIG), prompts(20), step=9)
+    generate(Generator([cluster.staggered], CONFIG), prompts(20), step=9)  # another history
+    # Samples of a step share their prompt's blocks; what earlier steps cached of it is gone.
+    shared = ray.get(cluster.staggered.num_cached_tokens.remote())
     seen = set()
     for step in range(3):
         results = []
@@ -288,6 +300,7 @@ def test_two_engines_give_the_same_bits_whatever_came_before_and_when_requests_a
                 )
             )
         assert results[0] == results[1]
+        assert ray.get(cluster.staggered.num_cached_tokens.remote()) == shared
         seen.add(str(results[0][0]))
     assert len(seen) == 3  # every step has its own seeds
     # The reason it holds: vLLM runs nothing before it has the whole batch.
