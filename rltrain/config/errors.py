@@ -10,6 +10,25 @@ from pydantic_core import ErrorDetails
 from rltrain.config.reference import Key, keys, sections, show
 from rltrain.config.root import Config
 
+OTHER_SAMPLING = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "structured_outputs",
+        "thinking_token_budget",
+        "top_k",
+        "top_p",
+    }
+)
+"""vLLM's sampling parameters with which tokens would come from another distribution than the one
+that is trained."""
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message says which key and why."""
@@ -63,6 +82,11 @@ def hint(key: Key, detail: ErrorDetails) -> str:
 
 
 def unknown_key(name: str, groups: Iterable[str] = ()) -> str:
+    if name.removeprefix("rollout.") in OTHER_SAMPLING:
+        return (
+            f"{name}: there is no such key. Tokens are sampled from the whole distribution that is "
+            "trained; the importance ratio would be wrong for any other. Leave it out"
+        )
     valid = [*(key.name for key in keys()), *(() if "." in name else groups)]
     return f"{name or '(no name)'}: there is no such key. {nearest(name, valid)}"
 

@@ -39,4 +39,9 @@ def load(run: Path) -> Config:
     path = run / NAME
     if not path.is_file():
         raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it")
-    return validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    match values:
+        case {"rollout": {"top_p": 1.0, "top_k": 0} as rollout}:
+            # Versions that had these keys saved them, and allowed them no other value.
+            del rollout["top_p"], rollout["top_k"]
+    return validate(values)

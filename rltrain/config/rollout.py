@@ -74,9 +74,6 @@ class RolloutConfig(Section):
     names."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """vLLM raises lower ones to 0.01 without a word."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """0 samples from the whole vocabulary."""
     deterministic: bool = False
     """Give the engine a step's requests as one batch in a fixed order with a fresh prefix cache,
     so that two runs sample the same tokens, log-probabilities and routes."""
@@ -103,15 +100,6 @@ class RolloutConfig(Section):
     """CPU only: memory for the KV cache."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Anything else vLLM's AsyncEngineArgs takes."""
-
-    @model_validator(mode="after")
-    def sampling_matches_training(self) -> Self:
-        if self.top_p < 1 or self.top_k > 0:
-            raise ValueError(
-                f"top_p={self.top_p}, top_k={self.top_k}: rollouts would come from a truncated "
-                "distribution that the importance ratio does not know; use top_p=1 and top_k=0"
-            )
-        return self
 
     @model_validator(mode="after")
     def stop_strings_can_appear(self) -> Self:

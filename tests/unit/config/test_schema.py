@@ -197,8 +197,6 @@ IMPOSSIBLE = [
         "hf_overrides",
         "engine args leave our own alone",
     ),
-    ({"rollout.top_p": 0.9}, "top_p=0.9", "sampling matches training"),
-    ({"rollout.top_k": 5}, "top_k=5", "sampling matches training"),
     (
         {"rollout.expert_parallel": True},
         "over tensor_parallel ranks, found 1",
@@ -358,6 +356,16 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
     assert load(tmp_path) == config
     with pytest.raises(ValueError, match="expected the folder of a run"):
         load(tmp_path / "elsewhere")
+
+
+def test_a_run_that_saved_the_former_sampling_keys_loads(tmp_path: Path) -> None:
+    path = save(validate(nested({"trainer.output_dir": str(tmp_path)})), "rl", [])
+    saved = path.read_text()
+    path.write_text(saved.replace("rollout:\n", "rollout:\n  top_p: 1.0\n  top_k: 0\n"))
+    assert load(tmp_path) == validate(nested({"trainer.output_dir": str(tmp_path)}))
+    path.write_text(saved.replace("rollout:\n", "rollout:\n  top_p: 0.9\n  top_k: 0\n"))
+    with pytest.raises(ConfigError, match=r"rollout\.top_p: there is no such key\. Tokens"):
+        load(tmp_path)
 
 
 def test_no_secret_is_saved(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
+from rltrain.config.errors import OTHER_SAMPLING
 from rltrain.rollout.completion import check_length, check_tokens, sampled_logprobs, vllm_params
 from rltrain.rollout.types import Request, SamplingParams
 
@@ -44,6 +45,7 @@ def test_sampling_is_passed_on() -> None:
     assert params.min_tokens == 0 and not params.ignore_eos
     for shaping in ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"):
         assert not getattr(params, shaping)
+    assert all(hasattr(params, name) for name in OTHER_SAMPLING)  # a misspelt one refuses nothing
     assert params.logprobs == 0 and params.stop_token_ids == [9]
     assert params.output_kind == RequestOutputKind.FINAL_ONLY  # with rows and tokens of one piece
     greedy = vllm_params(REQUEST, replace(SAMPLING, greedy=True, logprobs=False), [9])
