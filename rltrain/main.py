@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.files import save
-from rltrain.config.groups import Groups, conf_folder, find_groups, summary
+from rltrain.config.groups import Groups, conf_folder, find_groups, find_recipes, summary
 from rltrain.config.overrides import Override, check
 from rltrain.config.redact import redacted_text
 from rltrain.config.reference import keys
@@ -167,9 +168,9 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     """
     groups = find_groups(config_dir)
     check([parse_override(text) for text in overrides], groups)
-    ConfigStore.instance().store(name="schema", node=schema_node())
     search = [f"hydra.searchpath=[{config_dir.absolute().as_uri()}]"] if config_dir else []
     try:
+        store_schema_and_recipes()
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             composed = hydra_compose("config", overrides=[*overrides, *search])
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -179,6 +180,16 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     if "recipe" in values:
         raise ConfigError("recipe: its file must begin with the line '# @package _global_'")
     return validate({str(key): value for key, value in values.items()})
+
+
+@cache
+def store_schema_and_recipes() -> None:
+    """What Hydra composes besides the files of ``conf/``: ``recipes/NAME/recipe.yaml`` becomes the
+    option NAME of its group ``recipe``."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=schema_node())
+    for name, file in find_recipes().items():
+        store.store(group="recipe", name=name, node=OmegaConf.load(file), package="_global_")
 
 
 def reword(error: Exception) -> str:

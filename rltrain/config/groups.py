@@ -19,18 +19,27 @@ def conf_folder() -> Path:
     )
 
 
+def find_recipes() -> dict[str, Path]:
+    """The file of each folder of ``recipes/``, which lies beside ``conf/``."""
+    files = sorted(conf_folder().with_name("recipes").glob("*/recipe.yaml"))
+    return {file.parent.name: file for file in files}
+
+
 def find_groups(config_dir: Path | None = None) -> Groups:
-    """All groups of ``conf/`` and of the user's own ``config_dir``.
+    """All groups of ``conf/``, the recipes, and both of the user's own ``config_dir``.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or a file of it has the name of one of ours.
     """
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir: expected a folder, found none at {config_dir}")
-    found: Groups = {}
+    found: Groups = {"recipe": find_recipes()}
     for folder in (conf_folder(), config_dir):
         for file in sorted(folder.glob("*/*.yaml")) if folder else ():
-            found.setdefault(file.parent.name, {})[file.stem] = file
+            options = found.setdefault(file.parent.name, {})
+            if file.stem in options:
+                raise ConfigError(f"{file}: rltrain has {options[file.stem]}: rename your file")
+            options[file.stem] = file
     return found
 
 

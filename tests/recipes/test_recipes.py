@@ -1,5 +1,6 @@
 """Every recipe composes, and says nothing that a choice on the command line could not change."""
 
+import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def read(file: Path) -> dict[str, Any]:
 def read_base(file: Path) -> dict[str, Any]:
     """The recipe that a recipe is built on."""
     names = [name for name in read(file).get("defaults", []) if isinstance(name, str)]
-    return read(file.with_name(f"{names[0]}.yaml")) if names else {}
+    return read(RECIPES[names[0]]) if names else {}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -155,6 +156,15 @@ def test_qwen3_on_eight_cards_of_80_gb_does_not_fit(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_a_page(recipe: str) -> None:
-    """With the command and the hardware."""
-    page = (ROOT / "recipes" / recipe / "README.md").read_text()
+    """With the command, the hardware and the expected curve, or that there is none."""
+    folder = RECIPES[recipe].parent
+    page = (folder / "README.md").read_text()
     assert f"+recipe={recipe}" in page and "**Hardware**" in page
+    if (curve := folder / "curve.csv").exists():
+        header, *rows = csv.reader(curve.read_text().splitlines())
+        cells = [[name.replace("_", " ") for name in header]]
+        cells += [[step, *(f"{accuracy} %" for accuracy in seeds)] for step, *seeds in rows]
+        heading, *lines = [f"| {' | '.join(row)} |" for row in cells]
+        assert "\n".join([heading, "|---" * len(header) + "|", *lines]) + "\n" in page
+    else:
+        assert re.search(r"no expected curve|No curve was kept", " ".join(page.split()))

@@ -1,4 +1,4 @@
-"""The wheel carries ``conf/``: the main command composes from an empty folder."""
+"""The wheel carries ``conf/`` and ``recipes/``: the main command composes from an empty folder."""
 
 import os
 import subprocess
@@ -24,6 +24,8 @@ def test_the_installed_wheel_composes_the_recipe(tmp_path: Path) -> None:
 
     where = python(["-c", "import rltrain.main; print(rltrain.main.__file__)"], empty, site)
     assert Path(where.strip()).is_relative_to(site)
+    wrong = "import sys; from rltrain.main import main; sys.exit(main(['+recipe=x']) != 2)"
+    assert python(["-c", wrong], empty, site) == ""
     printed = python(["-m", "rltrain.main", "+recipe=grpo_moe_r3", "--cfg", "job"], empty, site)
     assert Config.model_validate(yaml.safe_load(printed)) == compose(["+recipe=grpo_moe_r3"])
     assert not list(empty.iterdir())

@@ -10,7 +10,7 @@ import yaml
 
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError
-from rltrain.config.groups import conf_folder
+from rltrain.config.groups import find_groups
 from rltrain.config.reference import keys, show
 from rltrain.main import compose, main, start_folder
 
@@ -57,6 +57,7 @@ MISTAKES = [
     ("+trainer.steps=5", "write it without the plus"),
     ("~trainer.steps", "nothing can be taken out"),
     ("+recipe=grpo_moe_r4", "there is no such recipe. Nearest: grpo_moe_r3"),
+    ("+recipe=nothing", "there is no such recipe. Choose from: cispo_moe_r3, dapo_moe_r3"),
     ("recipe=grpo_moe_r3", "+recipe=grpo_moe_r3"),
     ("data=json", "there is no such data. Nearest: jsonl"),
     ("data=null", "there is no such data. Choose from: arithmetic"),
@@ -96,6 +97,10 @@ def test_a_mistake_ends_at_once_in_our_words(
         ("routing_replay:\n  mode: off\n", 'write "off"'),
         ("trainer:\n  steps: : 3\n", "mine.yaml"),
         ("defaults:\n  - override /model: tinny\n", "model: there is no option tinny"),
+        (
+            "defaults:\n  - grpo_moe_r4\n",
+            "Could not load 'recipe/grpo_moe_r4'",
+        ),
         ("defaults:\n  - override /modle: tiny\n", "modle"),
     ],
 )
@@ -115,6 +120,15 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
         compose(["+recipe=mine"], tmp_path)
 
 
+@pytest.mark.parametrize("name", ["recipe/sft_tiny.yaml", "data/jsonl.yaml"])
+def test_a_file_of_ones_own_does_not_have_the_name_of_ours(name: str, tmp_path: Path) -> None:
+    """Hydra would leave out one of the two."""
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"{name}: rltrain has .*: rename your file"):
+        compose(config_dir=tmp_path)
+
+
 def write_recipe(folder: Path, text: str) -> None:
     (folder / "recipe").mkdir(exist_ok=True)
     (folder / "recipe" / "mine.yaml").write_text(text)
@@ -123,9 +137,10 @@ def write_recipe(folder: Path, text: str) -> None:
 def test_help_lists_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for file in conf_folder().glob("*/*.yaml"):
-        assert file.parent.name in printed
-        assert file.stem in printed
+    for group, options in find_groups().items():
+        assert group in printed
+        for option in options:
+            assert option in printed
     assert main([]) == 0
     assert capsys.readouterr().out == printed
 
