@@ -7,7 +7,8 @@
 #          proof_ipc train rollout routes step weight_sync_ipc mismatch route_gate route_noise demo
 # Two:     proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16
 # Without parts it runs all that the visible GPUs can hold. Each writes OUT/PART.log and, if it is a
-# benchmark, OUT/PART.json; a part that fails or runs out of time does not stop the others.
+# benchmark, OUT/PART.json; a part that fails or runs out of time does not stop the others. Results
+# that a page of docs/ cites are kept as benchmarks/results/PART-CARD-DATE.
 set -uo pipefail
 OUT=${OUT:?a folder for what the parts write} PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"

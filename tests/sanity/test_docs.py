@@ -28,6 +28,26 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_anchors_of_links_are_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", page.read_text())
+    assert [f"{to}#{anchor}" for to, anchor in links if anchor not in anchors(page, to)] == []
+
+
+def anchors(page: Path, link: str) -> set[str]:
+    """GitHub's anchors of the page that ``link`` leads to; ``page`` itself if it is empty."""
+    text = (page.parent / link if link else page).read_text()
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_kept_result_is_cited() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    kept = {path.name for path in (ROOT / "benchmarks/results").iterdir()}
+    assert kept and {name for name in kept if name not in text} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_make_has_every_target_that_is_named(page: Path) -> None:
     code = re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL)
     named = {
