@@ -84,11 +84,6 @@ class Mesh:
     def etp_group(self) -> dist.ProcessGroup:
         return parallel_state.get_expert_tensor_parallel_group()
 
-    @property
-    def expert_dp_group(self) -> dist.ProcessGroup:
-        """Ranks with the same experts."""
-        return parallel_state.get_expert_data_parallel_group()
-
 
 def init_mesh(
     parallel: ParallelConfig,

@@ -53,11 +53,6 @@ def check(metrics: Mapping[str, float]) -> None:
             raise ValueError(f"{name}: expected an int or a float, found {value!r}")
 
 
-def prefixed(area: str, values: Mapping[str, float]) -> dict[str, float]:
-    """``{"k1": x}`` as ``{"mismatch/k1": x}``."""
-    return {f"{area}/{name}": value for name, value in values.items()}
-
-
 def document(metrics: Iterable[Metric] = METRICS) -> str:
     """The text of docs/metrics.md."""
     lines = [INTRODUCTION]

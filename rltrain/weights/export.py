@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import in_fp8
@@ -18,7 +18,6 @@ from rltrain.weights.layout import HfTensor, Parameter
 from rltrain.weights.manifest import MANIFEST, entry_of
 from rltrain.weights.mapping import disassemble
 from rltrain.weights.mtp import with_copies
-from rltrain.weights.placement import Grid
 from rltrain.weights.safetensors_file import (
     TensorSpec,
     copy_the_rest,
@@ -26,35 +25,11 @@ from rltrain.weights.safetensors_file import (
     write_index,
     write_tensors,
 )
-from rltrain.weights.sender import full_tensors, put_together
+from rltrain.weights.sender import put_together
 from rltrain.weights.stored import POLICY, Progress, StoredModel, numel, owned
 from rltrain.weights.torch_dist import Reader
 
 GIB = 2**30
-
-
-def export_huggingface(
-    path: str | Path,
-    source: str | Path,
-    chunks: Sequence[nn.Module],
-    arch: Architecture,
-    mesh: Grid,
-    dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = GIB,
-    *,
-    fp8: bool = False,
-) -> None:
-    """Writes the weights of ``chunks`` in ``dtype`` to the new folder ``path``.
-
-    With ``fp8`` the matrices are in FP8 blocks, as DeepSeek-V3 is published.
-
-    Collective: every rank calls it, global rank 0 writes. Configuration and tokenizer are copied
-    from ``source``, the folder that the model came from. The folder is written beside and renamed,
-    so it is there whole or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
-    ``ValueError`` when ``path`` exists.
-    """
-    tensors = full_tensors(chunks, arch, mesh, dtype)
-    write_huggingface(path, source, tensors, arch, dtype, max_shard_bytes, fp8=fp8)
 
 
 def write_huggingface(
@@ -67,7 +42,15 @@ def write_huggingface(
     *,
     fp8: bool = False,
 ) -> None:
-    """As `export_huggingface`, of ``tensors`` in ``dtype``, which every rank iterates."""
+    """Writes ``tensors``, the whole model's in ``dtype``, to the new folder ``path``.
+
+    With ``fp8`` the matrices are in FP8 blocks, as DeepSeek-V3 is published.
+
+    Collective: every rank calls it and iterates ``tensors``, global rank 0 writes. Configuration
+    and tokenizer are copied from ``source``, the folder that the model came from. The folder is
+    written beside and renamed, so it is there whole or not at all. Rank 0 holds
+    ``max_shard_bytes`` at a time. Raises ``ValueError`` when ``path`` exists.
+    """
     tensors = with_copies(tensors, arch)
     if fp8:
         tensors = in_fp8(tensors, arch)

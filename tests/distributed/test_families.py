@@ -48,8 +48,9 @@ def run_one(rank: int, root: Path, name: str, layout: str) -> None:
     from rltrain.policy.mesh import destroy_mesh, init_mesh
     from rltrain.policy.model import build_model
     from rltrain.policy.observe import whole_gradients
-    from rltrain.weights.export import export_huggingface
+    from rltrain.weights.export import write_huggingface
     from rltrain.weights.load import load_huggingface
+    from rltrain.weights.sender import full_tensors
 
     parallel, folder = LAYOUTS[layout], root / name
     arch = read_architecture(folder / "model")
@@ -70,12 +71,15 @@ def run_one(rank: int, root: Path, name: str, layout: str) -> None:
     if rank == 0:
         save_file(gradients, folder / f"{layout}.gradients.safetensors")
     if parallel.world_size == 1:
-        export_huggingface(folder / "exported", folder / "model", chunks, arch, mesh)
+        tensors = full_tensors(chunks, arch, mesh, torch.float32)
+        write_huggingface(folder / "exported", folder / "model", tensors, arch, torch.float32)
         if arch.mtp_layers:
             arch = read_architecture(folder / "model", "skip")
             chunks = build_model(arch, policy, mesh, device=CPU, routing_replay=False, ddp=False)
             load_huggingface(folder / "model", chunks, arch, mesh)
-            export_huggingface(folder / "without MTP", folder / "model", chunks, arch, mesh)
+            tensors = full_tensors(chunks, arch, mesh, torch.float32)
+            target = folder / "without MTP"
+            write_huggingface(target, folder / "model", tensors, arch, torch.float32)
     destroy_mesh()
 
 

@@ -1,8 +1,10 @@
 """Hugging Face folders through Megatron and back, against transformers, on one rank and on four."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from transformers import (
 )
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
+from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import fp8_config
 from rltrain.weights.families import read_architecture
+from rltrain.weights.placement import Grid
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -96,13 +100,28 @@ def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         return torch.cat([model(part[None]).logits[0] for part in tokens.split(LENGTHS)])
 
 
+def export(
+    path: Path,
+    source: Path,
+    chunks: Sequence[torch.nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> None:
+    from rltrain.weights.export import write_huggingface
+    from rltrain.weights.sender import full_tensors
+
+    tensors = full_tensors(chunks, arch, mesh, dtype)
+    write_huggingface(path, source, tensors, arch, dtype, **options)
+
+
 def load_run_export(rank: int, root: Path) -> None:
     """On one rank: load each model, run it on the packed tokens, export it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from rltrain.policy.mesh import init_mesh
     from rltrain.policy.model import build_model
-    from rltrain.weights.export import export_huggingface
     from rltrain.weights.load import load_huggingface
 
     cpu = torch.device("cpu")
@@ -119,15 +138,15 @@ def load_run_export(rank: int, root: Path) -> None:
         logits = chunks[0](tokens, torch.zeros_like(tokens), None, packed_seq_params=packed)
         save_file({"logits": logits[0]}, root / f"{name}.found.safetensors")
         target = root / f"{name}.export"
-        export_huggingface(target, root / name, chunks, arch, mesh)
+        export(target, root / name, chunks, arch, mesh)
         with pytest.raises(ValueError, match="exists already"):
-            export_huggingface(target, root / name, chunks, arch, mesh)
+            export(target, root / name, chunks, arch, mesh)
         narrow = root / f"{name}.bf16"
-        export_huggingface(narrow, root / name, chunks, arch, mesh, dtype=torch.bfloat16)
+        export(narrow, root / name, chunks, arch, mesh, dtype=torch.bfloat16)
         quant = root / f"{name}.fp8"
-        export_huggingface(quant, root / name, chunks, arch, mesh, torch.bfloat16, fp8=True)
+        export(quant, root / name, chunks, arch, mesh, torch.bfloat16, fp8=True)
         load_huggingface(quant, chunks, arch, mesh)  # and out again: plain, and saying so
-        export_huggingface(root / f"{name}.dequantized", quant, chunks, arch, mesh)
+        export(root / f"{name}.dequantized", quant, chunks, arch, mesh)
 
 
 @pytest.mark.parametrize("name", ["moe", "unnormalised", "dense"])
@@ -193,7 +212,6 @@ def gather_everywhere(rank: int, root: Path) -> None:
     """On four ranks: in every layout each rank gathers the original, bit by bit."""
     from rltrain.policy.mesh import destroy_mesh, init_mesh
     from rltrain.policy.model import build_model
-    from rltrain.weights.export import export_huggingface
     from rltrain.weights.load import load_huggingface
     from rltrain.weights.sender import full_tensors
 
@@ -221,9 +239,7 @@ def gather_everywhere(rank: int, root: Path) -> None:
         for n, t in full_tensors(chunks, arch, mesh, torch.float32):
             assert torch.equal(t, values[n]), (name, n)
         load_huggingface(source, chunks, arch, mesh)
-        export_huggingface(
-            root / f"{name}.export", source, chunks, arch, mesh, max_shard_bytes=20_000
-        )
+        export(root / f"{name}.export", source, chunks, arch, mesh, max_shard_bytes=20_000)
         torch.distributed.barrier()
         destroy_mesh()
 

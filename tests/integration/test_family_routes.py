@@ -58,8 +58,9 @@ def export_models(rank: int, root: Path) -> None:
     """``model/``, which the engines start from, is what rltrain exports of what was made."""
     from rltrain.policy.mesh import init_mesh
     from rltrain.policy.model import build_model
-    from rltrain.weights.export import export_huggingface
+    from rltrain.weights.export import write_huggingface
     from rltrain.weights.load import load_huggingface
+    from rltrain.weights.sender import full_tensors
 
     cpu = torch.device("cpu")
     mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(root, "export"), cpu)
@@ -70,7 +71,8 @@ def export_models(rank: int, root: Path) -> None:
             arch, PolicyConfig(), mesh, device=cpu, routing_replay=False, ddp=False
         )
         load_huggingface(made, chunks, arch, mesh)
-        export_huggingface(root / name / "model", made, chunks, arch, mesh)
+        tensors = full_tensors(chunks, arch, mesh, torch.float32)
+        write_huggingface(root / name / "model", made, tensors, arch, torch.float32)
 
 
 def make_passes(rank: int, root: Path) -> None:
