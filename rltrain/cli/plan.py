@@ -89,10 +89,6 @@ def checked(config: Config, device: Device) -> Architecture:
         ValueError: as preflight raises it.
     """
     model = read_model(config)
-    if model.family == "bridged":
-        raise ValueError(
-            f"{config.model.path}: rltrain does not map this family and cannot count its parameters"
-        )
     check_layout(config, model)
     if config.algorithm.type == "rl":
         check_lengths(config, model)

@@ -69,9 +69,6 @@ class ModelConfig(Section):
     mtp: Literal["hold", "skip"] = "hold"
     """Layers that predict further tokens: held frozen and exported again, or skipped, which saves
     their memory and leaves them out of exports. They are not trained (docs/adr/0008-mtp.md)."""
-    bridge: bool = False
-    """A family that rltrain does not map goes through megatron-bridge, where that is installed. No
-    test of rltrain proves such a family against transformers (docs/bridge.md)."""
 
     @model_validator(mode="after")
     def weights_need_their_path(self) -> Self:

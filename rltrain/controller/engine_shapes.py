@@ -41,12 +41,11 @@ def check_tensor_parallel(rollout: RolloutConfig, model: Architecture) -> None:
     sizes = {"attention heads": model.num_heads}
     if model.mla is None and ranks < model.num_kv_heads:  # else every rank has a copy of some
         sizes["key-value heads"] = model.num_kv_heads
-    mapped = model.family != "bridged"  # of others only heads are known for certain
-    if mapped and model.num_layers > len(model.moe_layers):
+    if model.num_layers > len(model.moe_layers):
         sizes["rows of a dense layer (intermediate_size)"] = model.ffn_size
-    if mapped and model.num_experts and not rollout.expert_parallel:
+    if model.num_experts and not rollout.expert_parallel:
         sizes["rows of an expert (moe_intermediate_size)"] = model.expert_size
-    if mapped and model.shared_expert_size:
+    if model.shared_expert_size:
         sizes["rows of the shared expert"] = model.shared_expert_size
     for what, size in sizes.items():
         if size % ranks:

@@ -4,7 +4,6 @@ Reads `config.json` alone, and the headers of the weight files in `check_weights
 torch. Each check raises ``ValueError`` with what was expected, what was found and what to do.
 """
 
-import logging
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,21 +18,12 @@ from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import read_architecture
 from rltrain.weights.stored import HUGGINGFACE
 
-_log = logging.getLogger(__name__)
-
 
 def read_model(config: Config) -> Architecture:
     """What the run trains: of the folder ``model.path``, or the tiny model."""
     if config.model.path is None:
         return tiny_architecture(config.model.tiny)
-    found = read_architecture(config.model.path, config.model.mtp, bridge=config.model.bridge)
-    if found.family == "bridged":
-        _log.warning(
-            "model.bridge=true: rltrain does not map the family of %s and no test of it proves "
-            "the family against transformers; megatron-bridge builds it and maps its weights",
-            config.model.path,
-        )
-    return found
+    return read_architecture(config.model.path, config.model.mtp)
 
 
 def tiny_architecture(tiny: TinyModel) -> Architecture:
@@ -114,14 +104,6 @@ def check_replay(config: Config, model: Architecture) -> None:
             f"model with routers, found a dense one in {config.model.path}. Choose a "
             "mixture-of-experts model, or set routing_replay=off routing_replay.capture=false"
         )
-
-
-def check_critic(config: Config, model: Architecture) -> None:
-    """The model can have a critic, where the advantage needs one."""
-    from rltrain.algorithms.advantages import needs_critic
-
-    if needs_critic(config.algorithm):
-        model.with_value_head()
 
 
 def check_weights(path: str, model: Architecture) -> None:

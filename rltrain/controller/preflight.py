@@ -20,7 +20,6 @@ from rltrain.controller.engine_guards import (
 from rltrain.controller.engine_shapes import check_engine_shapes, check_tensor_parallel
 from rltrain.controller.machine import check_ranks, count_cores, count_gpus, device
 from rltrain.controller.model_checks import (
-    check_critic,
     check_imported,
     check_layout,
     check_lengths,
@@ -52,7 +51,6 @@ def preflight(config: Config) -> RunData:
         raise found.fault
     if config.algorithm.type == "rl":
         check_algorithm(config.algorithm)
-        check_critic(config, model)
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
     check_folder_tokenizer(config, found)

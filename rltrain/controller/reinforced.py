@@ -42,7 +42,7 @@ def run(config: Config, data: RunData) -> None:
         placed = stack.enter_context(cluster(config))
         carrier = choose_carrier(config.rollout.weight_transfer, placed.placement)
         path = given or warm_started_model(config, placed)
-        arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
+        arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
         # with the memory that it finds free.
         spec = engine_spec(config, path, arch, placed)

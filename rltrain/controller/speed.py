@@ -20,10 +20,8 @@ from rltrain.weights.architecture import Architecture
 from rltrain.weights.share import held_by
 
 
-def work_of(config: Config, arch: Architecture) -> Work | None:
-    """What the model asks of a card; None where only Megatron-Bridge knows how it computes."""
-    if arch.family == "bridged":
-        return None
+def work_of(config: Config, arch: Architecture) -> Work:
+    """What the model asks of a card."""
     numbers: Counter[str] = Counter()
     for held in held_by(arch, ParallelConfig(), stage=0):
         numbers[held.part] += held.numel
@@ -56,7 +54,7 @@ def work_of(config: Config, arch: Architecture) -> Work | None:
 @dataclass(frozen=True)
 class Speed:
     placement: Placement
-    work: Work | None
+    work: Work
     card: Card | None
     """None: nothing is known of it, or the policy does not multiply in bf16."""
 
@@ -92,7 +90,7 @@ class Speed:
         if self.placement.num_gpus:
             per_gpu = per_second / self.placement.num_gpus
             found["throughput/tokens_per_second_per_gpu"] = per_gpu
-        if self.card is None or self.work is None:
+        if self.card is None:
             return found
         lens = batch.seq_lens.tolist()
         peak = self.card.flops * len(self.placement.policy)

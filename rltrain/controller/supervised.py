@@ -45,7 +45,7 @@ def run(config: Config, data: RunData) -> None:
         return
     path = Path(config.model.path) if config.model.path else build_random_model(config.model)
     problems = data.problems
-    arch = read_architecture(path, config.model.mtp, bridge=config.model.bridge)
+    arch = read_architecture(path, config.model.mtp)
     with cluster(config) as placed:
         speed = Speed.of(config, arch, placed.placement, find_card(name_of(placed.gpu_ids)))
         policy = PolicyGroup(config, str(path), placed)

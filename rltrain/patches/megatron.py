@@ -82,14 +82,6 @@ def _splits_as_numpy(original: Any) -> Any:
     return move
 
 
-def _scatter_contiguous(original: Any) -> Any:
-    def scatter(tensor: torch.Tensor, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-        parts = scatter_list and [part.contiguous() for part in scatter_list]
-        return original(tensor, parts, *args, **kwargs)
-
-    return scatter
-
-
 def _gather_unequal(original: Any) -> Any:
     """Every rank sends its rows to every other: gloo's all-gather wants equally many on each."""
 
@@ -264,14 +256,6 @@ CPU_PATCHES = (
     _torch_cpu(":Tensor.type", None, "the optimizer compares its text", _cuda_type_name),
     _torch_cpu(":tensor", None, 'device="cuda" in optimizer and schedules', _on_cpu),
     _torch_cpu(":zeros", None, 'device="cuda" in optimizer and schedules', _on_cpu),
-    Patch(
-        *_TORCH,
-        "torch.distributed:scatter",
-        ("tensor", "scatter_list", "src", "group", "async_op", "group_src"),
-        "gloo sends other elements of strided tensors, without a word; NCCL refuses them",
-        "https://github.com/pytorch/pytorch/issues/192920 is closed",
-        _scatter_contiguous,
-    ),
     _megatron_cpu(
         "tensor_parallel.random:_get_cuda_rng_state",
         ("device", "clone", "graph_safe"),

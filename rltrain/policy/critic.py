@@ -41,8 +41,7 @@ class CriticWorker(Learner):
     def __init__(
         self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
     ) -> None:
-        """Raises ``ValueError`` as `Architecture.with_value_head`."""
-        arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
+        arch = read_architecture(model_path, config.model.mtp)
         super().__init__(
             config,
             arch.with_value_head(),

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 def hidden_states(chunk: nn.Module) -> Iterator[None]:
     """While open, a chunk that would yield logits yields the head's input.  # [1, S / tp, H]
 
-    A head that is more than a product with its weight (a value head; one with a cap on logits, as
-    megatron-bridge builds for some families) runs as ever.
+    A head that is more than a product with its weight, like a value head, runs as ever.
     """
     if head_weight(chunk) is None:
         yield

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -25,9 +25,6 @@ from rltrain.policy.types import Plan, Updated
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.load import load_huggingface
 from rltrain.weights.stored import POLICY
-
-if TYPE_CHECKING:  # it imports megatron-bridge, which few have
-    from rltrain.policy.bridge import Bridge
 
 
 class Learner:
@@ -59,7 +56,6 @@ class Learner:
         self.device = device
         self.model_path = model_path
         self.freeze_router = optimizer.freeze_router
-        self.bridge = _bridge(model_path, arch)
         self.mesh = init_mesh(
             config.policy.parallel,
             rank,
@@ -88,13 +84,10 @@ class Learner:
             routing_replay=self.arch.num_experts > 0 and not self.arch.value_head,
             ddp=ddp,
             freeze_router=self.freeze_router,
-            bridge=self.bridge,
         )
         if (weights := self.config.model.weights) is not None:
             folder = Path(weights).expanduser() / POLICY
             checkpoint.load_weights(str(folder), chunks, self.mesh)
-        elif self.bridge is not None:
-            self.bridge.load(chunks)
         else:
             load_huggingface(self.model_path, chunks, self.arch, self.mesh)
         return chunks
@@ -180,12 +173,3 @@ class Learner:
 
 def _stacked(sums: Sequence[dict[str, Tensor]], name: str) -> Tensor:
     return torch.stack([s[name] for s in sums])
-
-
-def _bridge(path: str, arch: Architecture) -> "Bridge | None":
-    """What stands in for rltrain's own maps where they lack the family."""
-    if arch.family != "bridged":
-        return None
-    from rltrain.policy.bridge import Bridge
-
-    return Bridge(path, arch)

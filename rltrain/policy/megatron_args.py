@@ -66,7 +66,9 @@ def megatron_config(asked: Mapping[str, Any], **ours: Any) -> TransformerConfig:
             refuses the whole.
     """
     kind = MLATransformerConfig if ours.get("multi_latent_attention") else TransformerConfig
-    check_asked(asked, kind, ours.keys())
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
+    for name in asked:
+        _check(name, known, (ours.keys() | ALWAYS_OURS) - MAY_CHANGE)
     try:
         return kind(**{**ours, **asked})
     except (AssertionError, TypeError, ValueError) as error:
@@ -76,15 +78,6 @@ def megatron_config(asked: Mapping[str, Any], **ours: Any) -> TransformerConfig:
             f"policy.megatron_args={dict(asked)}: Megatron refuses it together with what rltrain "
             f"sets: {error}"
         ) from error
-
-
-def check_asked(
-    asked: Mapping[str, Any], kind: type[TransformerConfig], ours: Collection[str]
-) -> None:
-    """Raises ``ValueError`` where ``asked`` names a field that ``kind`` lacks or that is ours."""
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    for name in asked:
-        _check(name, known, {*ours, *ALWAYS_OURS} - MAY_CHANGE)
 
 
 def _check(name: str, known: Collection[str], owned: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -33,9 +33,6 @@ from rltrain.policy.transformer_options import transformer_config, uses_transfor
 from rltrain.policy.value_head import ValueHead
 from rltrain.weights.architecture import Architecture
 
-if TYPE_CHECKING:  # it imports megatron-bridge, which few have
-    from rltrain.policy.bridge import Bridge
-
 
 def build_model(
     arch: Architecture,
@@ -46,7 +43,6 @@ def build_model(
     routing_replay: bool,
     ddp: bool = True,
     freeze_router: bool = False,
-    bridge: "Bridge | None" = None,
 ) -> list[torch.nn.Module]:
     """The chunks of the model that live on this rank, their weights still to be loaded.
 
@@ -55,28 +51,19 @@ def build_model(
     the columns from ``arch.vocab_size`` on.
 
     With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer;
-    without, its parameters ask for no gradient (a reference model). ``bridge`` builds a family that
-    rltrain does not map.
+    without, its parameters ask for no gradient (a reference model).
 
     Raises:
         ValueError: ``policy.megatron_args`` asks for what Megatron lacks, what rltrain sets itself,
             or what would spoil training or replay.
     """
-    if bridge is None:
-        config = transformer_config(
-            arch, policy, mesh, device=device, routing_replay=routing_replay
-        )
-    else:
-        config = bridge.config(policy, mesh, device=device, routing_replay=routing_replay)
+    config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
     check_schedule(config)
     if config.moe_enable_routing_replay:
         check_replayable(config, version("megatron-core"))
     chunks = []
     for number in range(mesh.vpp_size):
-        if bridge is None:
-            chunk = _build_chunk(config, arch, policy, mesh, number, device)
-        else:
-            chunk = bridge.build_chunk(config, mesh, number)
+        chunk = _build_chunk(config, arch, policy, mesh, number, device)
         _finish(chunk, config, arch, policy, mesh, number)
         if not ddp:
             chunk.requires_grad_(False)

@@ -54,15 +54,15 @@ def transformer_config(
         **_activation_options(arch),
         softmax_type="learnable" if arch.attention_sinks else "vanilla",
         **_window_options(arch),
-        **run_options(policy, mesh, device),
+        **_run_options(policy, mesh, device),
         **_fused_options(arch, policy, device),
         **(_expert_options(arch) if arch.num_experts else {}),
-        **(routing_options(policy, device, routing_replay) if arch.num_experts else {}),
+        **(_routing_options(policy, device, routing_replay) if arch.num_experts else {}),
         **(_latent_attention_options(arch, arch.mla) if arch.mla else {}),
     )
 
 
-def run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict[str, Any]:
+def _run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """What follows from how rltrain trains, whatever the model."""
     dtype = params_dtype(policy.precision, device)
     return {
@@ -218,10 +218,10 @@ def _expert_options(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def routing_options(
+def _routing_options(
     policy: PolicyConfig, device: torch.device, routing_replay: bool
 ) -> dict[str, Any]:
-    """As `run_options`, of a model with experts."""
+    """As `_run_options`, of a model with experts."""
     router = policy.precision.router
     return {
         "moe_router_dtype": None if router == "params" else router,

@@ -5,7 +5,7 @@ step's shard of sequences at a time, so routes reach it once and never leave: R3
 object store, R2's from its own log-probability pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -48,7 +48,7 @@ class PolicyWorker(Learner):
     def __init__(
         self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
     ) -> None:
-        arch = read_architecture(model_path, config.model.mtp, bridge=config.model.bridge)
+        arch = read_architecture(model_path, config.model.mtp)
         super().__init__(
             config,
             arch,
@@ -298,7 +298,7 @@ class PolicyWorker(Learner):
         Args:
             receivers: `device_name` of every engine worker
         """
-        tensors = self._full_tensors(getattr(torch, dtype))
+        tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
             tensors = in_fp8(tensors, self.arch)
         size = BUCKET_BYTES[carrier]
@@ -311,11 +311,6 @@ class PolicyWorker(Learner):
             return None
         return ShmSender() if carrier == "shm" else BroadcastSender(self.group, self.device, size)
 
-    def _full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        if self.bridge is None:
-            return full_tensors(self.chunks, self.arch, self.mesh, dtype)
-        return self.bridge.full_tensors(self.chunks, dtype)
-
     def next_weight_bucket(self) -> Bucket | None:
         """See `BucketStream.next_bucket`. Collective."""
         return self._stream.next_bucket()
@@ -327,7 +322,7 @@ class PolicyWorker(Learner):
     def export(self, path: str, dtype: str, *, fp8: bool = False) -> None:
         """Write the policy as a Hugging Face folder. Collective; rank 0 writes."""
         cast: torch.dtype = getattr(torch, dtype)
-        tensors = self._full_tensors(cast)
+        tensors = full_tensors(self.chunks, self.arch, self.mesh, cast)
         write_huggingface(path, self.model_path, tensors, self.arch, cast, fp8=fp8)
 
     def export_for_engine(self, path: str) -> None:

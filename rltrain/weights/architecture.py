@@ -15,7 +15,6 @@ FamilyName = Literal[
     "deepseek_v3",
     "glm4_moe",
     "gpt_oss",
-    "bridged",
 ]
 ScoreFunction = Literal["softmax", "sigmoid"]
 QKNorm = Literal["none", "heads", "all"]
@@ -70,8 +69,6 @@ class Architecture:
     """Sizes and settings of a decoder, in the words of this project. Layers count from 0."""
 
     family: FamilyName
-    """``bridged``: one that rltrain does not map. Megatron-Bridge knows how it computes, and only
-    the sizes and ``moe_layers`` say something here (`rltrain.weights.bridged`)."""
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -187,17 +184,7 @@ class Architecture:
 
     def with_value_head(self) -> "Architecture":
         """The critic of this model: all but the output layer is the same, and MTP layers, which
-        predict tokens, are left out.
-
-        Raises:
-            ValueError: the family is not mapped here: Megatron-Bridge knows whole models alone.
-        """
-        if self.family == "bridged":
-            raise ValueError(
-                "model.bridge=true: megatron-bridge maps no critic, which is a model without an "
-                "output layer of its own; choose an algorithm.advantage that needs no values, or a "
-                "family that rltrain maps"
-            )
+        predict tokens, are left out."""
         return replace(
             self,
             value_head=True,

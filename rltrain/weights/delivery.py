@@ -43,11 +43,10 @@ class Delivery:
 
     Args:
         arch: of the engine's model; tensors of layers that it leaves out may be sent as well
-        expected: by name; a form is None where only Megatron-Bridge knows what it sends: tensors
-            of other names and forms may come then
+        expected: by name
     """
 
-    def __init__(self, arch: Architecture, expected: Mapping[str, Form | None]) -> None:
+    def __init__(self, arch: Architecture, expected: Mapping[str, Form]) -> None:
         self._arch = arch
         self._expected = expected
         self.names: set[str] = set()  # of what was accepted
@@ -74,7 +73,7 @@ class Delivery:
         self.is_complete = bucket["last"]
 
     def _check(self, name: str, found: Form) -> None:
-        if self._arch.family == "bridged" or is_left_out(name, self._arch):
+        if is_left_out(name, self._arch):
             return
         if name not in self._expected:
             raise ValueError(
@@ -82,7 +81,7 @@ class Delivery:
                 "was started from another model than the policy's"
             )
         expected = self._expected[name]
-        if expected is not None and found != expected:
+        if found != expected:
             raise ValueError(
                 f"weight sync: expected {name} as {expected.dtype} of shape "
                 f"{list(expected.shape)}, found {found.dtype} of shape {list(found.shape)}: "
@@ -90,10 +89,8 @@ class Delivery:
             )
 
     def missing(self) -> list[str]:
-        """What was expected and has not come; nothing where what came goes by other names."""
-        received = {name for name in self.names if not is_left_out(name, self._arch)}
-        known = received <= self._expected.keys()
-        return sorted(self._expected.keys() - received) if known else []
+        """What was expected and has not come."""
+        return sorted(self._expected.keys() - self.names)
 
     def check_ended(self) -> None:
         """Raises ``ValueError``: the last bucket has not come."""

@@ -92,8 +92,7 @@ def open_checkpoint(path: str | Path, arch: Architecture) -> Checkpoint:
     """
     folder = Path(path).expanduser()
     checkpoint = Checkpoint(open_folder(folder))
-    if arch.family != "bridged":  # which tensors those have, only Megatron-Bridge knows
-        _check_tensors(checkpoint, folder, arch)
+    _check_tensors(checkpoint, folder, arch)
     return checkpoint
 
 

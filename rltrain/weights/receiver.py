@@ -14,14 +14,12 @@ each of them import this module, which registers the backend before the model is
 A sync that fails leaves the engine with half-loaded weights: end the run or start a new engine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -43,16 +41,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.config.rollout import Carrier
 from rltrain.patches import vllm as vllm_patches
-from rltrain.weights.architecture import Architecture
 from rltrain.weights.broadcast import BroadcastReceiver, Group
 from rltrain.weights.cuda_ipc import IpcReceiver, device_name
-from rltrain.weights.delivery import Delivery, Form, expected_tensors
+from rltrain.weights.delivery import Delivery, expected_tensors
 from rltrain.weights.digest import model_digest
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8
 from rltrain.weights.expert_stacks import stack_experts
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
-from rltrain.weights.mtp import is_left_out
 from rltrain.weights.shared_memory import read_segment
 from rltrain.weights.transport import Bucket, TensorEntry
 
@@ -209,8 +205,10 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             raise RuntimeError(
                 "an earlier weight sync failed and left this engine half-loaded: start a new engine"
             )
-        arch = read_architecture(self.model_config.model, "skip", bridge=True)
-        self._delivery = Delivery(arch, self._expected(arch))
+        arch = read_architecture(self.model_config.model, "skip")
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        expected = expected_tensors(arch, dtype, fp8=holds_fp8(self.model_config))
+        self._delivery = Delivery(arch, expected)
         initialize_layerwise_reload(self.model)
         stack_experts(self.model)
 
@@ -268,15 +266,6 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         """vLLM up to 0.26 asks every backend for it; here the policy sends by itself."""
         raise NotImplementedError("send with rltrain.weights.transport.BucketStream")
 
-    def _expected(self, arch: Architecture) -> Mapping[str, Form | None]:
-        """What a sync has to bring, by name."""
-        if arch.family == "bridged":
-            names = checkpoint_names(Path(self.model_config.model))
-            copies = {"lm_head.weight"} if arch.tie_embeddings else set()
-            return dict.fromkeys(n for n in names - copies if not is_left_out(n, arch))
-        dtype = str(self.model_config.dtype).removeprefix("torch.")
-        return expected_tensors(arch, dtype, fp8=holds_fp8(self.model_config))
-
     def _check_complete(self, delivery: Delivery) -> None:
         """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
         unfilled = unfilled_modules(self.model, self._tied)
@@ -284,7 +273,7 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         if unfilled or missing:
             raise ValueError(
                 f"weight sync is incomplete: received {len(delivery.names)} tensors, missing "
-                f"{missing[:8] or 'unknown names'} ({len(missing)} in all); engine modules "
+                f"{missing[:8]} ({len(missing)} in all); engine modules "
                 f"not filled: {unfilled[:8]}. Send every tensor of the checkpoint, to a new engine"
             )
 
@@ -325,15 +314,6 @@ def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) ->
 # An attention layer has these under an FP8 quantization_config. No checkpoint of ours does, and
 # vLLM takes 1 for them then.
 _KV_CACHE_SCALES = {"q_scale", "k_scale", "v_scale", "prob_scale"}
-
-
-def checkpoint_names(folder: Path) -> frozenset[str]:
-    """Names of the tensors in a Hugging Face folder; empty if it has no safetensors."""
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return frozenset(names)
 
 
 def _padding(module: torch.nn.Module) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.weights.architecture import Architecture, FamilyName
-from rltrain.weights.bridged import bridged_architecture, is_installed, remedy
 from rltrain.weights.config_json import Fields, read_json
 from rltrain.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from rltrain.weights.families.family import Family
@@ -47,28 +46,18 @@ REFUSED = {
 _CLASSES = {name: family for family in FAMILIES.values() for name in family.classes}
 
 
-def read_architecture(path: str | Path, mtp: MTP = "hold", *, bridge: bool = False) -> Architecture:
+def read_architecture(path: str | Path, mtp: MTP = "hold") -> Architecture:
     """The architecture of the model in folder ``path``; ``ValueError`` when it is not supported.
 
     With ``mtp="skip"`` it has no layers that predict further tokens, whatever the folder has.
-    With ``bridge`` a family that is not mapped here is left to Megatron-Bridge.
     """
     config, file = read_json(path)
-    return settled(architecture_from_config(config, str(file), bridge=bridge), file.parent, mtp)
+    return settled(architecture_from_config(config, str(file)), file.parent, mtp)
 
 
-def architecture_from_config(
-    config: Mapping[str, Any], where: str, *, bridge: bool = False
-) -> Architecture:
+def architecture_from_config(config: Mapping[str, Any], where: str) -> Architecture:
     """As ``read_architecture``, from the parsed file; ``where`` stands in the errors."""
     family = _family(config, where)
-    if family is None:
-        if not (bridge and is_installed()):
-            raise ValueError(
-                f"{where}: architectures={config.get('architectures') or []!r} is not supported; "
-                f"supported are {', '.join(sorted(_CLASSES))}. {remedy(bridge)}"
-            )
-        return bridged_architecture(config, where)
     fields = Fields(config, where)
     settings = family.read(fields)
     fields.refuse_unread(family.name)
@@ -79,11 +68,16 @@ def architecture_from_config(
         raise ValueError(f"{where}: {error}") from error
 
 
-def _family(config: Mapping[str, Any], where: str) -> Family | None:
+def _family(config: Mapping[str, Any], where: str) -> Family:
     named = config.get("architectures") or []
     if len(named) == 1 and named[0] in REFUSED:
         raise ValueError(f"{where}: {named[0]} cannot be trained: {REFUSED[named[0]]}")
-    return _CLASSES.get(named[0]) if len(named) == 1 else None
+    if len(named) != 1 or named[0] not in _CLASSES:
+        raise ValueError(
+            f"{where}: architectures={named!r} is not supported; supported are "
+            f"{', '.join(sorted(_CLASSES))}. docs/models.md says how to add a family"
+        )
+    return _CLASSES[named[0]]
 
 
 @lru_cache(maxsize=8)

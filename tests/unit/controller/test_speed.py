@@ -31,9 +31,7 @@ BATCH = Batch(
 
 
 def _work(name, **values):
-    work = work_of(Config.model_validate(values), read_architecture(CONF / name))
-    assert work is not None
-    return work
+    return work_of(Config.model_validate(values), read_architecture(CONF / name))
 
 
 def test_qwen3_30b_a3b_counts_what_a_token_passes():

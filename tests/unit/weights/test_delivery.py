@@ -88,16 +88,6 @@ def test_layers_that_predict_further_tokens_may_come_and_need_not() -> None:
     assert delivery.missing() == []
 
 
-def test_names_of_a_family_that_is_not_mapped_only_tell_where_they_are_known() -> None:
-    bridged = replace(ARCH, family="bridged")
-    names = dict.fromkeys(["a", "b"])
-    for sent, missing in (["a"], ["b"]), (["a", "other"], []), (["a", "b"], []):
-        delivery = Delivery(bridged, names)
-        tensors = [entry(name, Form("bfloat16", (1,))) for name in sent]
-        delivery.accept({**bucket(0, [], last=True), "tensors": tensors})
-        assert delivery.missing() == missing
-
-
 def test_buffers_keep_fp32_and_blocks_have_scales() -> None:
     plain = expected_tensors(LATENT, "bfloat16", fp8=False)
     [bias] = [name for name in plain if name.endswith("e_score_correction_bias")]
