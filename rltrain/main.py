@@ -23,7 +23,6 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,7 +33,6 @@ from rltrain.config.files import save
 from rltrain.config.groups import Groups, conf_folder, find_groups, find_recipes, summary
 from rltrain.config.overrides import Override, check
 from rltrain.config.redact import redacted_text
-from rltrain.config.reference import keys
 from rltrain.controller.preflight import preflight
 from rltrain.controller.run_data import RunData
 
@@ -202,11 +200,10 @@ def reword(error: Exception) -> str:
 
 
 def schema_node() -> DictConfig:
-    """Hydra's base node: all defaults. Free dictionaries take new keys without a plus."""
+    """Hydra's base node: all defaults. No key needs a plus: `check` has refused unknown ones."""
     node = OmegaConf.create(Config().model_dump(mode="json"))
-    for key in keys():
-        if key.free:
-            OmegaConf.set_struct(OmegaConf.select(node, key.name), False)
+    for section in node.values():
+        OmegaConf.set_struct(section, False)
     return node
 
 
@@ -222,9 +219,9 @@ def parse_override(text: str) -> Override:
         ) from error
     if parsed.is_sweep_override():
         raise ConfigError(f"{text}: a run takes one value; start one run for each")
-    sign = {OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++", OverrideType.DEL: "~"}
-    package = f"@{parsed.package}" if parsed.package is not None else ""
-    return Override(parsed.key_or_group + package, parsed.value(), sign.get(parsed.type, ""))
+    signed = parsed.get_key_element()
+    name = signed.lstrip("+~")
+    return Override(name, parsed.value(), signed.removesuffix(name))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
