@@ -10,7 +10,7 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class TrainerConfig(Section):
-    steps: Positive = 60
+    steps: Positive = 500
     prompts_per_step: Positive = 64
     mini_batches: Positive = 1
     """Optimizer updates a step."""
@@ -59,8 +59,8 @@ class ClusterConfig(Section):
     them their own where there are enough. On CPUs all share the cores."""
     address: str | None = None
     """A running Ray cluster; null starts a local one on loopback."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    call_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
 
     @model_validator(mode="after")
     def gpus_are_for_cuda(self) -> Self:
