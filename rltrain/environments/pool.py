@@ -11,8 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rltrain.config.data import RewardConfig
 from rltrain.environments.worker_process import WorkerProcess, wait
@@ -152,15 +151,10 @@ class RewardPool:
             worker.process.kill()
         self._workers = []
 
-    def __enter__(self) -> "RewardPool":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _wait(self) -> None:
