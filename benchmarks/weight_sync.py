@@ -1,6 +1,6 @@
 """Weight sync against what its parts take alone: vLLM's loading, a device copy, NCCL.
 
-    python -m benchmarks.weight_sync [--out FILE] [--carrier ipc|broadcast|shm] [--layers 4]
+    python -m benchmarks.weight_sync [--out FILE] [--carrier ipc|broadcast] [--layers 4]
         [--rounds 7] [--device cuda] [name=value ...]
 
 The trainer's policy workers, rollout engine and `WeightSync`, on a slice of Qwen3-30B-A3B with
@@ -184,7 +184,7 @@ def _broadcast(rank: int, file: str, nbytes: int, device: str, rounds: int, queu
     if device == "cuda":
         torch.cuda.set_device(own)
     group = Group(file, rank, 2, own, 60.0)
-    size = BUCKET_BYTES["broadcast"]
+    size = BUCKET_BYTES
     buffers = [torch.zeros(size, dtype=torch.uint8, device=own) for _ in range(2)]
     found = []
     for _ in range(rounds + 1):
@@ -235,7 +235,7 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--carrier", choices=("shm", "ipc", "broadcast"), default="ipc")
+    parser.add_argument("--carrier", choices=("ipc", "broadcast"), default="ipc")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)

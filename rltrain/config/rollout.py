@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
-Carrier = Literal["shm", "ipc", "broadcast"]
+Carrier = Literal["ipc", "broadcast"]
 
 OLDEST_VLLM = "0.26"
 """The first with routed experts, processed log-probabilities and the weight transfer API."""
@@ -93,8 +93,7 @@ class RolloutConfig(Section):
     weight_transfer: Literal["auto", Carrier] = "auto"
     """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
     are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
-    CPUs. ``shm``: through the host's shared memory. ``auto`` is shm on CPUs, ipc where engines are
-    colocated, else broadcast."""
+    CPUs. ``auto`` is ipc where engines share the policy's GPUs, else broadcast."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
     kv_cache_gib: Positive = 1
     """CPU only: memory for the KV cache."""

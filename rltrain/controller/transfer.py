@@ -21,9 +21,7 @@ def choose_carrier(wanted: Literal["auto", Carrier], placement: Placement) -> Ca
     """
     device, colocated = placement.device, placement.colocated
     if wanted == "auto":
-        if device == "cpu":
-            return "shm"
-        return "ipc" if colocated else "broadcast"
+        return "ipc" if device == "cuda" and colocated else "broadcast"
     if wanted == "ipc" and (device == "cpu" or not colocated):
         found = "a run on CPUs" if device == "cpu" else "engines on GPUs of their own"
         raise ValueError(

@@ -38,7 +38,6 @@ from rltrain.weights.engine_fp8 import in_fp8
 from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
 from rltrain.weights.sender import full_tensors
-from rltrain.weights.shared_memory import ShmSender
 from rltrain.weights.transport import BUCKET_BYTES, Bucket, BucketStream, Sender
 
 
@@ -301,15 +300,14 @@ class PolicyWorker(Learner):
         tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
             tensors = in_fp8(tensors, self.arch)
-        size = BUCKET_BYTES[carrier]
-        self._stream = BucketStream(tensors, self._sender(carrier, receivers, size), size)
+        self._stream = BucketStream(tensors, self._sender(carrier, receivers), BUCKET_BYTES)
 
-    def _sender(self, carrier: Carrier, receivers: Sequence[str], size: int) -> Sender | None:
+    def _sender(self, carrier: Carrier, receivers: Sequence[str]) -> Sender | None:
         if carrier == "ipc":
-            return IpcSender(self.device, size) if self.device_name() in receivers else None
-        if self.mesh.rank > 0:
-            return None
-        return ShmSender() if carrier == "shm" else BroadcastSender(self.group, self.device, size)
+            shares = self.device_name() in receivers
+            return IpcSender(self.device, BUCKET_BYTES) if shares else None
+        sends = self.mesh.rank == 0
+        return BroadcastSender(self.group, self.device, BUCKET_BYTES) if sends else None
 
     def next_weight_bucket(self) -> Bucket | None:
         """See `BucketStream.next_bucket`. Collective."""

@@ -51,7 +51,7 @@ def engine_memory(config: Config, arch: Architecture, card: int) -> EngineMemory
     )
     layer = sum(term.nbytes for term in weights) // arch.num_layers
     outside = [
-        Term("weight sync", "a layer anew and two buckets", layer + 2 * BUCKET_BYTES["ipc"]),
+        Term("weight sync", "a layer anew and two buckets", layer + 2 * BUCKET_BYTES),
         Term("CUDA, NCCL, allocator", "assumed", OUTSIDE),
     ]
     return EngineMemory([*used, kv], outside, sequences, wanted)

@@ -32,12 +32,14 @@ class FlatSlots:
             entry = entry_of(name, tensor, used)
             shaped(_place(self.buffers[slot], entry), entry).copy_(tensor)
             entries.append(entry)
-            used += aligned(tensor.nbytes)
+            end, used = used + tensor.nbytes, used + aligned(tensor.nbytes)
+            if end < used:  # what lies between tensors is in the checksum, which all senders share
+                self.buffers[slot][end:used].zero_()
         return entries, used
 
     def _empty(self, nbytes: int) -> Tensor:
-        # Zeros, because what lies between tensors is in the checksum, which all senders share.
-        return torch.zeros(aligned(nbytes), dtype=torch.uint8, device=self._device)
+        # Not zeros: on a CPU they would take the memory of a whole bucket for a small model.
+        return torch.empty(aligned(nbytes), dtype=torch.uint8, device=self._device)
 
 
 def checksum(buffer: Tensor) -> int:

@@ -49,7 +49,6 @@ from rltrain.weights.engine_fp8 import LOAD_FORMAT, in_fp8
 from rltrain.weights.expert_stacks import stack_experts
 from rltrain.weights.families import read_architecture
 from rltrain.weights.load import read_tensors
-from rltrain.weights.shared_memory import read_segment
 from rltrain.weights.transport import Bucket, TensorEntry
 
 BACKEND = "rltrain"
@@ -231,8 +230,6 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self.model.load_weights(tensors)
 
     def _read(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-        if bucket["carrier"] == "shm":
-            return list(read_segment(bucket))
         if bucket["carrier"] == "ipc":
             return self._ipc.read(bucket)
         if self._broadcast is None:

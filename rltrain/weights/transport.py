@@ -1,9 +1,8 @@
 """A stream of named tensors from the policy to the engines, bucket by bucket.
 
-Whoever moves the bytes is a carrier (`shared_memory`, `cuda_ipc`, `broadcast`); what describes a
-bucket is plain JSON, and its checksums tell a receiver that it got the sender's bytes. A sender has
-two slots: it fills one while the receivers load from the other, and no more than two buckets exist
-at a time.
+Whoever moves the bytes is a carrier (`cuda_ipc`, `broadcast`); what describes a bucket is plain
+JSON, and its checksum tells a receiver that it got the sender's bytes. A sender has two slots: it
+fills one while the receivers load from the other, and no more than two buckets exist at a time.
 
     stream = BucketStream(named_tensors, sender)
     bucket = stream.next_bucket()
@@ -15,7 +14,7 @@ at a time.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,12 +22,8 @@ from torch import Tensor
 from rltrain.config.rollout import Carrier
 
 SLOTS = 2
-BUCKET_BYTES: dict[Carrier, int] = {
-    "shm": 128 * 2**20,
-    "ipc": 512 * 2**20,
-    "broadcast": 512 * 2**20,
-}
-"""/dev/shm is often small; on a device a bucket should take longer than asking for the next one."""
+BUCKET_BYTES = 512 * 2**20
+"""A bucket should take longer than asking for the next one."""
 ALIGNMENT = 16
 """Of a tensor within a bucket, so that it can be read in place whatever its dtype."""
 
@@ -43,7 +38,6 @@ class TensorEntry(TypedDict):
     shape: list[int]
     offset: int
     nbytes: int
-    crc32: NotRequired[int]
 
 
 class Bucket(TypedDict):

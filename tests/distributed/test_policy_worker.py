@@ -8,6 +8,7 @@ different numbers of micro-batches.
 Not exercised: NCCL.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rltrain.config import Config
 from rltrain.data.packing import pack, plan_step
 from rltrain.policy.pass_file import relative_error
 from rltrain.routing.align import last_rows
-from rltrain.weights.shared_memory import read_segment
+from rltrain.weights.broadcast import BroadcastReceiver, Group
 from tests.distributed.run_ranks import asked_for, rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -247,11 +248,7 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     if rank == 0:
         save_file(found, folder / f"{name}.{rank}.safetensors")
     if config.rollout.quantization == "fp8":
-        worker.begin_weight_stream("bfloat16", "shm", [])
-        sent: dict[str, Tensor] = {}
-        while (bucket := worker.next_weight_bucket()) is not None:
-            sent |= dict(read_segment(bucket))
-        worker.end_weight_stream()
+        sent = received(worker, folder / f"{name}.group")
         worker.export_for_engine(str(folder / f"{name}.engine"))
         exported = load_file(folder / f"{name}.engine" / "model.safetensors")
         assert exported.keys() == sent.keys()
@@ -260,6 +257,24 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
             torch.equal(exported[n].view(torch.uint8), t.view(torch.uint8)) for n, t in sent.items()
         )
     destroy_mesh()
+
+
+def received(worker: Any, file: Path) -> dict[str, Tensor]:
+    """What an engine gets of a weight sync by broadcast."""
+    sent: dict[str, Tensor] = {}
+    cpu = torch.device("cpu")
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(Group, str(file), 1, 2, cpu, 60.0)
+        worker.join_group(str(file), 2)
+        receiver = BroadcastReceiver(joining.result(), cpu)
+        worker.begin_weight_stream("bfloat16", "broadcast", [])
+        bucket = worker.next_weight_bucket()
+        while bucket is not None:
+            reading = threads.submit(receiver.read, bucket)
+            bucket = worker.next_weight_bucket()
+            sent |= dict(reading.result())
+        worker.end_weight_stream()
+    return sent
 
 
 def _flips(worker: Any, scored: Any, index: Tensor, num_tokens: int) -> dict[str, Tensor]:

@@ -31,15 +31,16 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from rltrain.weights import receiver
+from rltrain.weights.broadcast import BroadcastSender
 from rltrain.weights.digest import check_same
 from rltrain.weights.engine_fp8 import LOAD_FORMAT, fp8_config, in_fp8
 from rltrain.weights.families import read_architecture
 from rltrain.weights.files import SINGLE
 from rltrain.weights.load import read_tensors
 from rltrain.weights.quantized import quantize
-from rltrain.weights.shared_memory import ShmSender
 from rltrain.weights.transport import BucketStream
 from tests.distributed.tiny_families import make
+from tests.integration.sync_group import CPU, join
 
 pytestmark = [
     pytest.mark.integration,
@@ -121,9 +122,11 @@ def reading_otherwise(quantization: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def sync(engine: LLM, tensors: Named) -> None:
+    sender = BroadcastSender(join(engine), CPU, 200_000)
     engine.start_weight_update()
-    stream = BucketStream(iter(tensors), ShmSender(), 200_000)
+    stream = BucketStream(iter(tensors), sender, 200_000)
     while (bucket := stream.next_bucket()) is not None:
+        sender.send()
         engine.update_weights({"update_info": dict(bucket)})
     stream.close()
     engine.finish_weight_update()

@@ -29,7 +29,7 @@ from rltrain.rollout.route_store import RouteStore
 from rltrain.rollout.stop_strings import response_texts
 from rltrain.rollout.types import Request, Rollout, SamplingParams
 from rltrain.routing.integrity import RouteShape
-from rltrain.weights.shared_memory import ShmSender
+from rltrain.weights.broadcast import BroadcastSender, Group
 from rltrain.weights.transport import BucketStream
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
@@ -465,8 +465,13 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
     ray.get(engine.start_weight_sync.remote())
     with pytest.raises(RuntimeError, match="between start and finish of a weight sync"):
         ray.get(engine.generate.remote(requests, sampling))
-    stream = BucketStream(iter(weights.items()), ShmSender(), 100_000)
+    file, cpu = str(tmp_path / "group"), torch.device("cpu")
+    joining = engine.join_group.remote(file, 1, 2, 60.0)
+    sender = BroadcastSender(Group(file, 0, 2, cpu, 60.0), cpu, 100_000)
+    ray.get(joining)
+    stream = BucketStream(iter(weights.items()), sender, 100_000)
     while (bucket := stream.next_bucket()) is not None:
+        sender.send()
         ray.get(engine.load_weight_bucket.remote(bucket))
     assert ray.get(engine.finish_weight_sync.remote()) == 1
     after = ray.get(engine.generate.remote(requests, sampling))
@@ -476,8 +481,10 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
         hits, difference = against(folder, rollouts)
         assert hits > 0.9 and difference < 0.1, (version, hits, difference)
     ray.get(engine.start_weight_sync.remote())
-    stream = BucketStream(iter(weights.items()), ShmSender(), 100_000)
-    ray.get(engine.load_weight_bucket.remote(stream.next_bucket()))
+    stream = BucketStream(iter(weights.items()), sender, 100_000)
+    bucket = stream.next_bucket()
+    sender.send()
+    ray.get(engine.load_weight_bucket.remote(bucket))
     with pytest.raises(Exception, match="after 1 buckets, none of them the last"):
         ray.get(engine.finish_weight_sync.remote())
     stream.close()

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,10 @@ from rltrain.patches import vllm as vllm_patches
 from rltrain.weights import receiver
 from rltrain.weights.broadcast import BroadcastSender, Group
 from rltrain.weights.digest import check_same
-from rltrain.weights.shared_memory import SHARED_MEMORY, ShmSender
-from rltrain.weights.transport import Bucket, BucketStream, Sender, TensorEntry
+from rltrain.weights.flat_buffers import FlatSlots, checksum
+from rltrain.weights.transport import Bucket, BucketStream, TensorEntry
 from tests.distributed.tiny_families import make
+from tests.integration.sync_group import CPU, join
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -153,44 +153,52 @@ def digest(engine: LLM) -> dict[str, str]:
     return engine.collective_rpc("weight_digest")[0]
 
 
-def buckets(weights: Weights) -> Iterator[Bucket]:
-    stream = BucketStream(iter(weights.items()), ShmSender(), BUCKET_BYTES)
-    try:
-        while (bucket := stream.next_bucket()) is not None:
-            yield bucket
-    finally:
-        stream.close()
+def sent(group: Group, weights: Weights) -> Iterator[Bucket]:
+    """Each bucket on its way already, so that nobody has to read and send at a time."""
+    sender = BroadcastSender(group, CPU, BUCKET_BYTES)
+    stream = BucketStream(iter(weights.items()), sender, BUCKET_BYTES)
+    while (bucket := stream.next_bucket()) is not None:
+        sender.send()
+        yield bucket
+    stream.close()
 
 
-@contextmanager
-def three_buckets(weights: Weights) -> Iterator[list[Bucket]]:
-    """All of them at once, each in a sender of its own, so that any may be read at any time."""
-    senders, found = [ShmSender() for _ in range(3)], []
-    for index, sender in enumerate(senders):
+def three_buckets(weights: Weights) -> tuple[list[Bucket], dict[int, torch.Tensor]]:
+    """All of them at once, each in a buffer of its own; and the buffers by checksum."""
+    found, buffers = [], {}
+    for index in range(3):
+        slots = FlatSlots(CPU, 2**24)
         names = list(weights)[index::3]
-        stream = BucketStream(iter([(name, weights[name]) for name in names]), sender, 2**30)
-        bucket = stream.next_bucket()
-        assert bucket is not None
-        found.append(Bucket(**{**bucket, "index": index, "last": index == 2}))
-    yield found
-    for sender in senders:
-        sender.close()
+        entries, nbytes = slots.fill(0, iter([(name, weights[name]) for name in names]))
+        buffer = slots.buffers[0][:nbytes]
+        payload = {"nbytes": nbytes, "checksum": checksum(buffer)}
+        found.append(
+            Bucket(
+                carrier="broadcast",
+                index=index,
+                last=index == 2,
+                tensors=entries,
+                payload=payload,
+            )
+        )
+        buffers[payload["checksum"]] = buffer
+    return found, buffers
 
 
 def sync(
     engine: LLM,
     weights: Weights,
-    spoil: Callable[[Bucket], None] | None = None,
-    sender: Sender | None = None,
+    spoil: Callable[[BroadcastSender, Bucket], None] | None = None,
 ) -> None:
     """As the controller syncs: the sender is one bucket ahead, in a thread of its own."""
+    sender = BroadcastSender(join(engine), CPU, BUCKET_BYTES)
     engine.start_weight_update()
-    stream = BucketStream(iter(weights.items()), sender or ShmSender(), BUCKET_BYTES)
+    stream = BucketStream(iter(weights.items()), sender, BUCKET_BYTES)
     bucket = stream.next_bucket()
     with ThreadPoolExecutor(1) as thread:
         while bucket is not None:
             if spoil:
-                spoil(bucket)
+                spoil(sender, bucket)
             following = thread.submit(stream.next_bucket)
             engine.update_weights({"update_info": dict(bucket)})
             bucket = following.result()
@@ -199,31 +207,18 @@ def sync(
     assert engine.reset_prefix_cache()  # as receiver.finish_sync does, which an AsyncLLM has
 
 
-def join(engine: LLM, folder: Path) -> Group:
-    """The sender's end of a group of it and the engine."""
-    file = str(folder / "group")
-    info = {"file": file, "first_rank": 1, "size": 2, "timeout_s": 60.0}
-    with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(Group, file, 0, 2, torch.device("cpu"), 60.0)
-        engine.init_weight_transfer_engine({"init_info": info})
-        return joining.result()
-
-
 # The CPU kernel pads experts of 48 to 64. In fp32 an output head, tied or not, multiplies by a
 # packed copy of its weights, which no digest sees.
 @pytest.mark.parametrize(
-    ("dtype", "expert_size", "tied", "carrier"),
-    [("float32", 64, True, "shm"), ("bfloat16", 48, False, "broadcast")],
+    ("dtype", "expert_size", "tied"), [("float32", 64, True), ("bfloat16", 48, False)]
 )
 def test_syncs_in_a_row_equal_fresh_engines(
-    make_model: MakeModel, dtype: str, expert_size: int, tied: bool, carrier: str, tmp_path: Path
+    make_model: MakeModel, dtype: str, expert_size: int, tied: bool
 ) -> None:
     engine = LLM(**arguments(make_model(0, dtype, expert_size, tied)[0], dtype))
-    group = join(engine, tmp_path) if carrier == "broadcast" else None
     for seed in (1, 2):
         folder, weights = make_model(seed, dtype, expert_size, tied)
-        cpu = torch.device("cpu")
-        sync(engine, weights, sender=group and BroadcastSender(group, cpu, BUCKET_BYTES))
+        sync(engine, weights)
         fresh = LLM(**arguments(folder, dtype))
         check_same(digest(engine), digest(fresh))
         assert generate(engine) == generate(fresh)
@@ -313,10 +308,14 @@ def test_all_but_every_tensor_once_is_refused(make_model: MakeModel, how: str) -
     folder, weights = make_model(0, "bfloat16")
     engine = LLM(**arguments(folder, "bfloat16"))
     spoil, message = SPOILT[how]
+    group = join(engine)
+    whole, buffers = three_buckets(weights)
     engine.start_weight_update()
-    with three_buckets(weights) as whole, pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message):
         for bucket in spoil(whole):
+            sending = group.broadcast(buffers[bucket["payload"]["checksum"]])
             engine.update_weights({"update_info": dict(bucket)})
+            sending.wait()
         engine.finish_weight_update()
 
 
@@ -324,31 +323,15 @@ def test_a_flipped_bit_is_refused_and_ends_the_engine(make_model: MakeModel) -> 
     folder, weights = make_model(0, "bfloat16")
     engine = LLM(**arguments(folder, "bfloat16"))
 
-    def flip(bucket: Bucket) -> None:
-        with open(SHARED_MEMORY / bucket["payload"]["segment"], "r+b") as segment:
-            byte = segment.read(1)[0]
-            segment.seek(0)
-            segment.write(bytes([byte ^ 4]))
-
-    with pytest.raises(ValueError, match=r"arrived changed: expected \d+ bytes with crc32"):
-        sync(engine, weights, spoil=flip)
-    with pytest.raises(RuntimeError, match="start a new engine"):
-        sync(engine, weights)
-
-
-def test_a_changed_broadcast_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
-    folder, weights = make_model(0, "bfloat16")
-    engine = LLM(**arguments(folder, "bfloat16"))
-    cpu = torch.device("cpu")
-    sender = BroadcastSender(join(engine, tmp_path), cpu, BUCKET_BYTES)
-
-    def flip(bucket: Bucket) -> None:
+    def flip(sender: BroadcastSender, bucket: Bucket) -> None:
         sender._slots.buffers[bucket["index"] % 2][40] ^= 4
 
     with pytest.raises(
         ValueError, match=r"bucket 0 arrived changed: expected \d+ bytes with check"
     ):
-        sync(engine, weights, spoil=flip, sender=sender)
+        sync(engine, weights, spoil=flip)
+    with pytest.raises(RuntimeError, match="start a new engine"):
+        sync(engine, weights)
 
 
 def test_async_engine(make_model: MakeModel) -> None:
@@ -369,9 +352,10 @@ async def _async_engine(folder: Path, old: Weights, new_folder: Path, new: Weigh
         # What is cached of these prompts is forgotten with the weights it was computed with.
         before = await asyncio.gather(*(_generate_async(engine, i) for i in range(len(PROMPTS))))
         assert all(output.num_cached_tokens >= BLOCK for output in before[:1])
+        group = await _join_async(engine, str(folder / "group"))
         for weights in (old, new):
             await receiver.start_sync(engine)
-            for bucket in buckets(weights):
+            for bucket in sent(group, weights):
                 await receiver.load_bucket(engine, bucket)
             await receiver.finish_sync(engine)
         check_same(await receiver.engine_digest(engine), digest(fresh))
@@ -380,16 +364,21 @@ async def _async_engine(folder: Path, old: Weights, new_folder: Path, new: Weigh
         with pytest.raises(Exception, match="without a matching start_weight_update"):
             await receiver.finish_sync(engine)
         with pytest.raises(Exception, match="must be called before update_weights"):
-            await receiver.load_bucket(engine, next(buckets(new)))
+            await receiver.load_bucket(engine, bucket)
 
         await receiver.start_sync(engine)
-        everything = buckets(new)
+        everything = sent(group, new)
         await receiver.load_bucket(engine, next(everything))
-        next(everything)
         with pytest.raises(Exception, match="expected bucket 1, found bucket 2"):
-            await receiver.load_bucket(engine, next(everything))
+            await receiver.load_bucket(engine, Bucket(**{**next(everything), "index": 2}))
     finally:
         engine.shutdown()
+
+
+async def _join_async(engine: AsyncLLM, file: str) -> Group:
+    ours = asyncio.to_thread(Group, file, 0, 2, CPU, 60.0)
+    theirs = receiver.join_group(engine, file, 1, 2, 60.0)
+    return (await asyncio.gather(ours, theirs))[0]
 
 
 async def _generate_async(engine: AsyncLLM, index: int) -> Any:

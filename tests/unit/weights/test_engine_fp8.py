@@ -16,8 +16,8 @@ from rltrain.weights.load import read_tensors
 from rltrain.weights.quantization import BlockFP8, quantization
 from rltrain.weights.quantized import quantize
 from rltrain.weights.seeded import seeded
-from rltrain.weights.shared_memory import ShmSender, read_segment
 from rltrain.weights.transport import BucketStream
+from tests.unit.weights.held import HeldSender
 
 ARCH = Architecture(
     family="qwen3_moe",
@@ -87,10 +87,10 @@ def test_half_the_bytes_travel_in_buckets_of_the_same_size() -> None:
     plain, sent = stream(arch), list(in_fp8(stream(arch), arch))
     sizes = [sum(t.nbytes for _, t in tensors) for tensors in (plain, sent)]
     assert sizes[1] < 0.51 * sizes[0]
-    received = {}
-    buckets = BucketStream(in_fp8(stream(arch), arch), ShmSender(), 50_000)
+    received, sender = {}, HeldSender(50_000)
+    buckets = BucketStream(in_fp8(stream(arch), arch), sender, 50_000)
     while (bucket := buckets.next_bucket()) is not None:
-        received |= dict(read_segment(bucket))
+        received |= dict(sender.read(bucket))
     buckets.close()
     assert received.keys() == dict(sent).keys()
     for name, tensor in sent:

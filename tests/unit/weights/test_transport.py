@@ -1,12 +1,9 @@
-"""Tensors from one process to another: exact, bounded, checked, and gone afterwards.
+"""Tensors from one process to another: exact, bounded and checked.
 
 The carrier "ipc" needs a GPU; what it shares with "broadcast" is tested here.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +14,8 @@ import torch
 
 from rltrain.weights.broadcast import BroadcastReceiver, BroadcastSender, Group
 from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.shared_memory import SHARED_MEMORY, ShmSender, read_segment
 from rltrain.weights.transport import Bucket, BucketStream, Sender, entry_of, merged
+from tests.unit.weights.held import HeldSender
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 CPU = torch.device("cpu")
@@ -33,21 +30,6 @@ def some_tensors() -> dict[str, torch.Tensor]:
         "transposed": torch.randn(4, 6).t(),
         "odd": torch.arange(7, dtype=torch.uint8),
     }
-
-
-def segments() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob(f"rltrain-*-{os.getpid()}-*")}
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over() -> None:
-    """Of tests in this process that broke a stream off."""
-    for name in segments():
-        (SHARED_MEMORY / name).unlink()
-
-
-def shm(bucket_bytes: int) -> tuple[Sender, Callable[[Bucket], Received]]:
-    return ShmSender(), lambda bucket: list(read_segment(bucket))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +54,6 @@ def transfer(
         while bucket is not None:
             reading = threads.submit(read, json.loads(json.dumps(bucket)))
             following = stream.next_bucket()
-            assert len(segments()) <= 2
             received = dict(reading.result())
             for name, tensor in received.items():
                 assert tensor.dtype == tensors[name].dtype and tensor.shape == tensors[name].shape
@@ -86,39 +67,40 @@ def transfer(
     return names
 
 
-@pytest.mark.parametrize("carrier", ["shm", "broadcast"])
 @pytest.mark.parametrize("bucket_bytes", [16, 112, 1008, 2**20])
-def test_every_tensor_arrives_once_in_order(
-    carrier: str, bucket_bytes: int, groups: list[Group]
-) -> None:
+def test_every_tensor_arrives_once_in_order(bucket_bytes: int, groups: list[Group]) -> None:
     tensors = some_tensors()
-    if carrier == "shm":
-        sender, read = shm(bucket_bytes)
-    else:
-        sender = BroadcastSender(groups[0], CPU, bucket_bytes)
-        read = BroadcastReceiver(groups[1], CPU).read
+    sender = BroadcastSender(groups[0], CPU, bucket_bytes)
+    read = BroadcastReceiver(groups[1], CPU).read
     buckets = transfer(sender, read, tensors, bucket_bytes)
     assert [name for names in buckets for name in names] == list(tensors)
     for names in buckets:
         sizes = [tensors[name].nbytes for name in names if tensors[name].nbytes]
         assert len(sizes) <= 1 or sum(sizes) <= bucket_bytes
-    assert segments() == set()
 
 
 def test_a_bucket_is_there_until_the_next_but_one() -> None:
     tensors = {f"{i}": torch.full((4,), i) for i in range(3)}
-    stream = BucketStream(iter(tensors.items()), ShmSender(), 16)
+    sender = HeldSender(32)
+    stream = BucketStream(iter(tensors.items()), sender, 32)
     first, second = stream.next_bucket(), stream.next_bucket()
     assert first is not None and second is not None
-    assert torch.equal(dict(read_segment(first))["0"], tensors["0"])
+    assert torch.equal(dict(sender.read(first))["0"], tensors["0"])
     assert stream.next_bucket() is not None
-    with pytest.raises(ValueError, match="is not here"):
-        list(read_segment(first))
-    assert torch.equal(dict(read_segment(second))["1"], tensors["1"])
+    with pytest.raises(ValueError, match="bucket 0 arrived changed"):
+        sender.read(first)
+    assert torch.equal(dict(sender.read(second))["1"], tensors["1"])
     assert stream.next_bucket() is None
-    assert len(segments()) == 2
-    stream.close()
-    assert segments() == set()
+
+
+def test_what_lies_between_tensors_is_the_same_for_every_sender() -> None:
+    """They make the checksum of it, too, whatever was in the slot before."""
+    slots, tensors = FlatSlots(CPU, 2**12), dict(some_tensors())
+    _, nbytes = slots.fill(0, iter(tensors.items()))
+    expected = checksum(slots.buffers[0][:nbytes])
+    slots.buffers[0].fill_(255)
+    assert slots.fill(0, iter(tensors.items()))[1] == nbytes
+    assert checksum(slots.buffers[0][:nbytes]) == expected
 
 
 def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
@@ -131,7 +113,7 @@ def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
 
     for sends, counts in taken.items():
         counts.append(0)
-        buckets = BucketStream(stream(sends), ShmSender() if sends else None, 200)
+        buckets = BucketStream(stream(sends), HeldSender(200) if sends else None, 200)
         for _ in range(9):
             counts.append(0)
             assert (buckets.next_bucket() is not None) <= sends
@@ -140,27 +122,7 @@ def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
     assert sum(map(bool, taken[True])) > 4
 
 
-def first_bucket(sender: Sender, tensors: dict[str, torch.Tensor]) -> Bucket:
-    bucket = BucketStream(iter(tensors.items()), sender, 2**20).next_bucket()
-    assert bucket is not None
-    return bucket
-
-
-def test_a_changed_byte_is_found_and_named() -> None:
-    sender = ShmSender()
-    bucket = first_bucket(sender, some_tensors())
-    entry = next(e for e in bucket["tensors"] if e["name"] == "big")
-    with open(SHARED_MEMORY / bucket["payload"]["segment"], "r+b") as segment:
-        segment.seek(entry["offset"] + 17)
-        byte = segment.read(1)[0]
-        segment.seek(entry["offset"] + 17)
-        segment.write(bytes([byte ^ 1]))
-    with pytest.raises(ValueError, match="big arrived changed: expected 3600 bytes"):
-        list(read_segment(bucket))
-    sender.close()
-
-
-def test_a_changed_byte_of_a_flat_bucket_is_found() -> None:
+def test_a_changed_byte_is_found() -> None:
     slots = FlatSlots(CPU, 2**12)
     tensors = dict(list(some_tensors().items())[:6])
     entries, nbytes = slots.fill(0, iter(tensors.items()))
@@ -199,77 +161,6 @@ def test_a_group_across_hosts_is_refused(tmp_path: Path) -> None:
         Group(str(tmp_path / "of another host" / "file"), 1, 2, CPU, 60.0)
 
 
-def test_a_segment_cut_short_is_found() -> None:
-    sender = ShmSender()
-    bucket = first_bucket(sender, {"a": torch.zeros(64)})
-    os.truncate(SHARED_MEMORY / bucket["payload"]["segment"], 100)
-    with pytest.raises(ValueError, match=r"a arrived changed: expected 256 bytes.*found 100"):
-        list(read_segment(bucket))
-    sender.close()
-
-
-def test_no_room_is_an_error_before_anything_is_written() -> None:
-    huge = torch.zeros(1).expand(2**50)
-    stream = BucketStream(iter([("small", torch.zeros(8)), ("huge", huge)]), ShmSender(), 2**20)
-    with pytest.raises(
-        ValueError, match=r"too small.*huge needs \d+ bytes, found \d+ free.*shm-size"
-    ):
-        while stream.next_bucket() is not None:
-            pass
-    assert segments() == set()
-
-
-def test_a_stream_that_fails_leaves_nothing_behind() -> None:
-    def failing() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.zeros(8)
-        raise RuntimeError("a rank died")
-
-    stream = BucketStream(failing(), ShmSender(), 2**20)
-    with pytest.raises(RuntimeError, match="a rank died"):
-        stream.next_bucket()
-    assert segments() == set()
-
-
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="no tensor"):
         BucketStream(iter([]), None, 2**20)
-
-
-@pytest.mark.parametrize("name", [None, "../etc/passwd", "rltrain-1-1-../x", "psm_1234"])
-def test_only_our_own_names_are_opened(name: str | None) -> None:
-    payload = {"segment": name}
-    with pytest.raises(ValueError, match="expected a segment that a ShmSender wrote"):
-        list(read_segment(Bucket(carrier="shm", index=0, last=True, tensors=[], payload=payload)))
-
-
-def test_a_segment_that_is_gone_says_who_must_share_what() -> None:
-    sender = ShmSender()
-    bucket = first_bucket(sender, {"a": torch.zeros(1)})
-    sender.close()
-    with pytest.raises(ValueError, match="must share one host and one /dev/shm"):
-        list(read_segment(bucket))
-
-
-def test_a_new_sender_leaves_those_of_others() -> None:
-    sender = ShmSender()
-    bucket = first_bucket(sender, {"a": torch.ones(4)})
-    ShmSender().close()
-    assert torch.equal(dict(read_segment(bucket))["a"], torch.ones(4))
-    sender.close()
-
-
-def test_what_a_killed_sender_left_is_removed_by_the_next() -> None:
-    script = (
-        "import os, signal, torch\n"
-        "from rltrain.weights.shared_memory import ShmSender\n"
-        "entries, payload = ShmSender().fill(0, iter([('a', torch.zeros(4))]))\n"
-        "print(payload['segment'], flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False
-    )
-    left = SHARED_MEMORY / Path(killed.stdout.strip()).name
-    assert left.exists()
-    ShmSender()
-    assert not left.exists()

@@ -1,0 +1,32 @@
+"""A sender whose slots a receiver reads for itself, as with the carrier "ipc", on a CPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.config.rollout import Carrier
+from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
+from rltrain.weights.transport import SLOTS, Bucket, Named, TensorEntry
+
+
+class HeldSender:
+    carrier: Carrier = "ipc"
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.slots = FlatSlots(torch.device("cpu"), bucket_bytes)
+
+    def send(self) -> None:
+        pass
+
+    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], dict[str, Any]]:
+        entries, nbytes = self.slots.fill(slot, tensors)
+        buffer = self.slots.buffers[slot][:nbytes]
+        return entries, {"nbytes": nbytes, "checksum": checksum(buffer)}
+
+    def read(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        buffer = self.slots.buffers[bucket["index"] % SLOTS][: bucket["payload"]["nbytes"]]
+        return unpacked(buffer.clone(), bucket)
+
+    def close(self) -> None:
+        pass
