@@ -1,6 +1,6 @@
 """``rltrain import`` and ``rltrain export``: Hugging Face folders and checkpoints of Megatron's.
 
-No Ray, no GPU and none of a run's layout: one process, which holds one parameter at a time.
+No Ray, no GPU and none of a run's layout: one process, which holds one file at a time.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def _parser(command: str, source: str, what: str) -> argparse.ArgumentParser:
         metavar="SIZE",
         type=_size,
         default="1GiB",
-        help="what a file holds at most, and what an interruption costs; like 512MiB (1GiB)",
+        help="what a file and the memory hold at most; like 512MiB (1GiB)",
     )
     return parser
 
@@ -152,8 +152,8 @@ def _convert(
             work(stored, bar, options.max_file)
     except OSError as error:
         raise RuntimeError(
-            f"{options.out} not written: {error}. What is done lies beside it; run the same "
-            "command again to go on"
+            f"{options.out} not written: {error}. Nothing of it is left; free some space and run "
+            "the same command again"
         ) from error
     sys.stdout.write(f"{options.out}\n")
     return 0

@@ -85,7 +85,7 @@ class TransferBar:
     def __init__(self, what: str, total: int, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._what, self._total = what, total
-        self._done = self._written = self._bytes = 0
+        self._done = self._bytes = 0
         self._start = self._shown = time.monotonic()
         self._bar: Progress | None = None
         if self.console.is_terminal:
@@ -96,10 +96,8 @@ class TransferBar:
             self._bar.start()
 
     def advance(self, elements: int, nbytes: int) -> None:
-        """``nbytes`` is 0 for elements that an earlier process wrote: they tell no speed."""
         self._done += elements
         self._bytes += nbytes
-        self._written += elements if nbytes else 0
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=self._numbers(now))
@@ -110,9 +108,9 @@ class TransferBar:
     def _numbers(self, now: float) -> str:
         seconds = max(now - self._start, 1e-9)
         numbers = f"{self._bytes / 1e9:.2f} GB  {self._bytes / 1e6 / seconds:,.0f} MB/s"
-        if self._written == 0 or self._done >= self._total:
+        if self._done == 0 or self._done >= self._total:
             return numbers
-        left = (self._total - self._done) * seconds / self._written
+        left = (self._total - self._done) * seconds / self._done
         return f"{numbers}  {duration(left)} left"
 
     def _print(self, line: str) -> None:

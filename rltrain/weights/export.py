@@ -1,30 +1,24 @@
 """Writes a Hugging Face folder that transformers and vLLM load, from live ranks or a checkpoint."""
 
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.engine_fp8 import in_fp8
-from rltrain.weights.journal import Journal
-from rltrain.weights.layout import HfTensor, Parameter
-from rltrain.weights.manifest import MANIFEST, entry_of
+from rltrain.weights.files import INDEX, SINGLE
+from rltrain.weights.folder_config import copy_config
+from rltrain.weights.layout import HfTensor
 from rltrain.weights.mapping import disassemble
 from rltrain.weights.mtp import with_copies
-from rltrain.weights.safetensors_file import (
-    TensorSpec,
-    copy_the_rest,
-    shard_names,
-    write_index,
-    write_tensors,
-)
+from rltrain.weights.new_folder import new_folder, shards
 from rltrain.weights.sender import put_together
 from rltrain.weights.stored import POLICY, Progress, StoredModel, numel, owned
 from rltrain.weights.torch_dist import Reader
@@ -58,98 +52,46 @@ def write_huggingface(
         for _ in tensors:
             pass
         return
-    target = Path(path).expanduser()
-    if target.exists():
-        raise ValueError(f"{target} exists already: choose another folder to export to")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        write_safetensors(partial, tensors, max_shard_bytes)
-        copy_the_rest(Path(source).expanduser(), partial, arch, dtype, fp8=fp8)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_folder(Path(path).expanduser()) as folder:
+        write_safetensors(folder, tensors, max_shard_bytes)
+        copy_config(Path(source).expanduser(), folder, arch, dtype, fp8=fp8)
 
 
 def write_safetensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int
 ) -> None:
-    """Writes ``tensors`` as one ``model.safetensors``, or as several files and their index."""
-    shards: list[list[TensorSpec]] = []
-    for number, held in enumerate(_held_shards(tensors, max_shard_bytes), start=1):
-        # The sort keeps every tensor's place aligned to its dtype.
-        held.sort(key=lambda named: -named[1].dtype.itemsize)
-        shards.append([TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in held])
-        with open(folder / f"shard-{number}", "wb") as file:
-            write_tensors(file, shards[-1], held)
-    for number, name in enumerate(shard_names(len(shards)), start=1):
-        (folder / f"shard-{number}").rename(folder / name)
-    write_index(folder, shards)
+    """Writes ``tensors`` as one ``model.safetensors``, or as several files and their index.
 
-
-def _held_shards(
-    tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    shard: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, tensor in tensors:
-        if shard and held + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, held = [], 0
-        # A copy of its own: a view would keep the whole gathered parameter alive.
-        shard.append((name, tensor.to("cpu", copy=True)))
-        held += tensor.nbytes
-    yield shard
-
-
-Group = tuple[Parameter, ...]
-"""Parameters whose tensors are written together: one, or all experts of a layer in a family that
-has no tensor per expert."""
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """The weights in a checkpoint's ``policy/``, read as Hugging Face tensors.
-
-    ``dtype`` None leaves them as they are stored; buffers keep their fp32 whatever it is.
+    Raises:
+        OSError: a file cannot be written: the disk is full, say.
     """
+    # Copies of their own: a view would keep the whole gathered parameter alive.
+    held = ((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
+    names: list[list[str]] = []
+    total = 0
+    for shard in shards(held, max_shard_bytes):
+        total += sum(tensor.nbytes for _, tensor in shard)
+        _save(dict(shard), folder / f"shard-{len(names)}")
+        names.append([name for name, _ in shard])
+    if len(names) == 1:
+        (folder / "shard-0").rename(folder / SINGLE)
+        return
+    files = [f"model-{n + 1:05d}-of-{len(names):05d}.safetensors" for n in range(len(names))]
+    for number, file in enumerate(files):
+        (folder / f"shard-{number}").rename(folder / file)
+    weight_map = {name: file for file, held in zip(files, names, strict=True) for name in held}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    reader: Reader
-    stored: StoredModel
-    arch: Architecture
-    dtype: torch.dtype | None
 
-    def dtype_of(self, parameter: Parameter) -> torch.dtype:
-        if self.dtype is None:
-            return self.reader.dtype(self.stored.chunks[parameter.name][0])
-        return torch.float32 if parameter.rule.kind == "buffer" else self.dtype
-
-    def groups(self) -> Iterator[Group]:
-        for _, group in groupby(owned(self.arch), key=lambda p: [t.sent_as for t in p.tensors]):
-            yield tuple(group)
-
-    def specs(self, group: Group) -> list[TensorSpec]:
-        """Of what `read` gives."""
-        dtype = self.dtype_of(group[0])
-        sent = {t.sent_as: t for p in group for t in p.tensors}
-        shapes = ((name, t.sent_shape(self.arch.num_experts)) for name, t in sent.items())
-        return [TensorSpec(name, dtype, shape) for name, shape in with_copies(shapes, self.arch)]
-
-    def read(self, group: Group) -> Iterator[tuple[str, Tensor]]:
-        pieces = (piece for parameter in group for piece in self._read(parameter))
-        sent = groupby(pieces, key=lambda piece: piece[0].sent_as)
-        whole = ((name, put_together(of, self.arch.num_experts)) for name, of in sent)
-        return with_copies(whole, self.arch)
-
-    def _read(self, parameter: Parameter) -> Iterator[tuple[HfTensor, Tensor]]:
-        chunks = [self.reader.read(chunk) for chunk in self.stored.chunks[parameter.name]]
-        # A chunk has leading ones where Megatron keeps many parameters as one tensor.
-        dims = len(parameter.tensors[0].shape)
-        rows = [chunk.reshape(chunk.shape[chunk.ndim - dims :]) for chunk in chunks]
-        whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-        named = disassemble(parameter, [whole.to(self.dtype_of(parameter))], self.arch)
-        for tensor, (_, values) in zip(parameter.tensors, named, strict=True):
-            yield tensor, values
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    file.touch()
+    mode = file.stat().st_mode  # safetensors itself lets only the owner read
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    file.chmod(mode)
 
 
 def export_checkpoint(
@@ -162,62 +104,44 @@ def export_checkpoint(
     max_file_bytes: int = GIB,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the weights of ``checkpoint`` to the new folder ``out``, one `Group` at a time.
+    """Writes the weights of ``checkpoint`` to the new folder ``out``.
 
     Args:
         checkpoint: a run's, or an imported one; its manifest has been checked
         config: the folder that has configuration and tokenizer
+        dtype: None leaves weights as they are stored
 
     Raises:
-        ValueError: ``checkpoint`` is not of ``arch``; or see `Journal`
-        OSError: the disk is full, say. The same call goes on from there.
+        ValueError: ``checkpoint`` is not of ``arch``; or see `new_folder`
+        OSError: the disk is full, say
     """
-    weights = StoredWeights(Reader(checkpoint / POLICY), stored, arch, dtype)
-    shards = list(_shards(weights, max_file_bytes))
-    specs = [[spec for group in shard for spec in weights.specs(group)] for shard in shards]
-    identity = {
-        "source": [entry_of(checkpoint / MANIFEST), entry_of(config / "config.json")],
-        "dtype": str(dtype),
-        "max file": max_file_bytes,
-    }
-    with Journal(out, identity) as journal:
-        for number, name in enumerate(shard_names(len(shards))):
-            if number < len(journal.parts):
-                progress.advance(sum(map(_numel, shards[number])), 0)
-                continue
-            with journal.part(name) as part:
-                write_tensors(part, specs[number], _read(weights, shards[number], progress))
-        write_index(journal.folder, specs)
-        copy_the_rest(config, journal.folder, arch, weights.dtype_of(owned(arch)[0]))
-        journal.finish(with_manifest=False)
+    reader = Reader(checkpoint / POLICY)
+    tensors = _stored_tensors(reader, stored, arch, dtype, progress)
+    kept = dtype or reader.dtype(stored.chunks[owned(arch)[0].name][0])
+    write_huggingface(out, config, tensors, arch, kept, max_file_bytes)
 
 
-def _shards(weights: StoredWeights, max_file_bytes: int) -> Iterator[list[Group]]:
-    shard: list[Group] = []
-    held = 0
-    for group in weights.groups():
-        nbytes = sum(spec.nbytes for spec in weights.specs(group))
-        if shard and held + nbytes > max_file_bytes:
-            yield _aligned(shard, weights)
-            shard, held = [], 0
-        shard.append(group)
-        held += nbytes
-    yield _aligned(shard, weights)
-
-
-def _aligned(shard: list[Group], weights: StoredWeights) -> list[Group]:
-    return sorted(shard, key=lambda group: -weights.dtype_of(group[0]).itemsize)
-
-
-def _numel(group: Group) -> int:
-    return sum(map(numel, group))
-
-
-def _read(
-    weights: StoredWeights, shard: Sequence[Group], progress: Progress
+def _stored_tensors(
+    reader: Reader,
+    stored: StoredModel,
+    arch: Architecture,
+    dtype: torch.dtype | None,
+    progress: Progress,
 ) -> Iterator[tuple[str, Tensor]]:
-    for group in shard:
-        for name, tensor in weights.read(group):
-            yield name, tensor
-            progress.advance(0, tensor.nbytes)
-        progress.advance(_numel(group), 0)
+    """What `sender.full_tensors` yields of a model, of a checkpoint."""
+
+    def pieces() -> Iterator[tuple[HfTensor, Tensor]]:
+        for parameter in owned(arch):
+            # Buffers keep their fp32.
+            kept = torch.float32 if parameter.rule.kind == "buffer" and dtype else dtype
+            rows = [reader.read(chunk, kept) for chunk in stored.chunks[parameter.name]]
+            # A chunk has leading ones where Megatron keeps many parameters as one tensor.
+            dims = len(parameter.tensors[0].shape)
+            rows = [part.view(part.shape[part.ndim - dims :]) for part in rows]
+            whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+            named = disassemble(parameter, [whole], arch)
+            progress.advance(numel(parameter), whole.nbytes)
+            yield from zip(parameter.tensors, (values for _, values in named), strict=True)
+
+    for name, group in groupby(pieces(), key=lambda piece: piece[0].sent_as):
+        yield name, put_together(group, arch.num_experts)

@@ -5,7 +5,7 @@ What is written whole but holds pickles (Megatron's checkpoints) is opened only 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
@@ -28,17 +28,10 @@ def entry_of(path: Path) -> Entry:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def write(folder: Path, known: Mapping[str, Entry] | None = None) -> None:
-    """Write the manifest of all files below ``folder``.
-
-    Args:
-        known: entries by name, of files that were hashed while they were written
-    """
-    entries = {**(known or {})}
-    for name in sorted(_names(folder) - entries.keys()):
-        entries[name] = entry_of(folder / name)
-    text = json.dumps(dict(sorted(entries.items())), indent=1)
-    (folder / MANIFEST).write_text(text)
+def write(folder: Path) -> None:
+    """Write the manifest of all files below ``folder``."""
+    entries = _entries(folder, sorted(_names(folder)))
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
 
 
 def check(folder: Path) -> None:
@@ -53,15 +46,17 @@ def check(folder: Path) -> None:
             f"{sorted(set(expected) - found)}, unknown {sorted(found - set(expected))}. It was "
             "copied in part or changed; use another checkpoint"
         )
-    # SHA-256 lets other threads run.
-    with ThreadPoolExecutor(_THREADS) as pool:
-        entries = pool.map(lambda name: entry_of(folder / name), expected)
-        for name, entry in zip(expected, entries, strict=True):
-            if entry != expected[name]:
-                raise ValueError(
-                    f"{folder / name}: its content is not what {MANIFEST} says; "
-                    "use another checkpoint"
-                )
+    for name, entry in _entries(folder, expected).items():
+        if entry != expected[name]:
+            raise ValueError(
+                f"{folder / name}: its content is not what {MANIFEST} says; use another checkpoint"
+            )
+
+
+def _entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    names = list(names)
+    with ThreadPoolExecutor(_THREADS) as pool:  # SHA-256 lets other threads run
+        return dict(zip(names, pool.map(lambda name: entry_of(folder / name), names), strict=True))
 
 
 def _names(folder: Path) -> set[str]:

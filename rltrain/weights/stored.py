@@ -3,10 +3,11 @@
 Megatron itself says so (`rltrain.policy.stored`); what reads and writes the files needs no more.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
 
 from rltrain.weights.architecture import Architecture
 from rltrain.weights.families import parameters
@@ -39,23 +40,18 @@ class StoredModel:
     """What Megatron keeps as ``content_metadata``."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return _JSON.dump_json(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        found = json.loads(text)
-        chunks = {
-            name: tuple(
-                Chunk(c["key"], tuple(c["offset"]), tuple(c["shape"]), tuple(c["whole"]))
-                for c in listed
-            )
-            for name, listed in found["chunks"].items()
-        }
-        return cls(chunks, tuple(found["objects"]), found["content"])
+    @staticmethod
+    def from_json(text: str) -> "StoredModel":
+        return _JSON.validate_json(text)
+
+
+_JSON = TypeAdapter(StoredModel)
 
 
 class Progress(Protocol):
-    """Who is told of what is done: model elements, and bytes that were written for them."""
+    """Who is told of what is done: model elements, and their bytes."""
 
     def advance(self, elements: int, nbytes: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint format, ``torch_dist``, tensor by tensor in one process.
+"""Megatron's distributed checkpoint format, ``torch_dist``, written and read in one process.
 
     common.pt          plain values, by torch.save
     metadata.json      which format this is
@@ -6,8 +6,8 @@
     .metadata          a pickle: which tensor has which chunk at which place of which file
 
 Megatron writes and reads such a folder with all ranks at once, each holding its share of the model
-(megatron/core/dist_checkpointing/strategies/torch.py, over torch.distributed.checkpoint). Here a
-file is written from front to back and a chunk is read alone, so nobody holds more than a tensor.
+(megatron/core/dist_checkpointing/strategies/torch.py, over torch.distributed.checkpoint). Here
+torch.distributed.checkpoint is given the chunks of one file after another, and reads one alone.
 ``.metadata`` runs code when it is opened: open only a folder whose manifest verifies.
 """
 
@@ -15,110 +15,110 @@ import json
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import (
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
-    _StorageInfo,
 )
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
-from torch.utils.serialization import config as serialization
 
-from rltrain.weights.stored import Chunk
-from rltrain.weights.transport import tensor_bytes
-
-SUFFIX = ".distcp"
+from rltrain.weights.new_folder import shards
+from rltrain.weights.stored import Chunk, StoredModel
 
 
-class Stream(Protocol):
-    """What is written to: `rltrain.weights.journal.PartFile`."""
-
-    notes: list[Any]
-
-    def write(self, data: Any, /) -> int: ...
-    def tell(self) -> int: ...
-    def flush(self) -> None: ...
-
-
-def write_chunk(stream: Stream, chunk: Chunk, rows: Tensor) -> None:
-    """Append a chunk's elements and note where they are."""
-    start = stream.tell()
-    # A storage of just these elements: torch.save writes the whole storage of a view.
-    own = torch.frombuffer(tensor_bytes(rows), dtype=rows.dtype).view(chunk.shape)
-    # The manifest's SHA-256 says more than a CRC, and PyTorch reads none.
-    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
-        torch.save(own, cast(IO[bytes], stream))
-    note = {"dtype": _name(rows.dtype), "shape": chunk.shape, "whole": chunk.whole}
-    stream.notes.append([chunk.key, chunk.offset, start, stream.tell() - start, note])
-
-
-def write_object(stream: Stream, key: str) -> None:
-    """Append an object whose value is None."""
-    start = stream.tell()
-    torch.save([None], cast(IO[bytes], stream))
-    stream.notes.append([key, None, start, stream.tell() - start, None])
-
-
-def write_metadata(
-    folder: Path, notes: Iterable[tuple[str, list[Any]]], content: dict[str, Any]
+def write(
+    folder: Path, tensors: Iterable[tuple[Chunk, Tensor]], stored: StoredModel, max_file_bytes: int
 ) -> None:
-    """Make a checkpoint of the files that are there.
+    """Write a checkpoint to the empty ``folder``: all chunks of ``stored``, a file at a time.
 
-    Args:
-        notes: a file's name and what the functions above noted of it, for every file
-        content: as in `rltrain.weights.stored`
+    Raises:
+        ValueError: chunks that Megatron keeps as one tensor have different dtypes.
+        OSError: the disk is full, say.
     """
-    tensors: dict[str, TensorStorageMetadata] = {}
-    objects: dict[str, BytesStorageMetadata] = {}
-    places = []
-    for file, items in notes:
-        for key, offset, start, length, note in items:
-            place = _StorageInfo(file, start, length)
-            places.append(WriteResult(MetadataIndex(key, offset), length, place))
-            if note is None:
-                objects[key] = BytesStorageMetadata()
-            else:
-                _add_chunk(tensors, key, offset, note)
-    for key, tensor in tensors.items():
-        found = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-        assert found == prod(tensor.size), f"{key}: {found} of {list(tensor.size)} are written"
-    _Writer(folder).finish(Metadata({**tensors, **objects}), [places])
-    torch.save({"content_metadata": content}, folder / "common.pt")
+    writer = _Writer(folder, per_thread_copy_ahead=0)
+    written = [writer.put(0, [(_object(key), [None]) for key in stored.objects])]
+    dtypes: dict[str, torch.dtype] = {}
+    for number, shard in enumerate(shards(tensors, max_file_bytes), start=1):
+        pieces = []
+        for chunk, tensor in shard:
+            known = dtypes.setdefault(chunk.key, tensor.dtype)
+            if known != tensor.dtype:
+                raise ValueError(
+                    f"{chunk.key}: expected one dtype, found {known} and {tensor.dtype}; "
+                    "Megatron keeps these tensors as one"
+                )
+            pieces.append((_item(chunk, known), tensor.contiguous().view(chunk.shape)))
+        written.append(writer.put(number, pieces))
+        del pieces
+    plans, results = zip(*written, strict=True)
+    # It checks that every tensor is there as a whole.
+    _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(plans))
+    writer.finish(metadata, list(results))
+    torch.save({"content_metadata": stored.content}, folder / "common.pt")
     versions = {"sharded_backend_version": 1, "common_backend": "torch"}
     config = {"sharded_backend": "torch_dist", **versions, "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(config))
 
 
-def _add_chunk(
-    tensors: dict[str, TensorStorageMetadata], key: str, offset: list[int], note: dict[str, Any]
-) -> None:
-    properties = TensorProperties(dtype=getattr(torch, note["dtype"]))
-    new = TensorStorageMetadata(properties, torch.Size(note["whole"]), [])
-    tensor = tensors.setdefault(key, new)
-    if tensor.properties.dtype != properties.dtype:
-        raise ValueError(
-            f"{key}: expected one dtype, found {_name(tensor.properties.dtype)} and "
-            f"{note['dtype']}; Megatron keeps these tensors as one"
-        )
-    tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(note["shape"])))
+def _object(key: str) -> WriteItem:
+    return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(0))
+
+
+def _item(chunk: Chunk, dtype: torch.dtype) -> WriteItem:
+    data = TensorWriteData(_box(chunk), TensorProperties(dtype=dtype), torch.Size(chunk.whole))
+    index = MetadataIndex(chunk.key, chunk.offset)
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _box(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
 
 
 class _Writer(FileSystemWriter):
+    def put(self, number: int, pieces: list[tuple[WriteItem, Any]]) -> Any:
+        """Write one file; what was planned for it, and what came of it."""
+        plan = SavePlan([item for item, _ in pieces], storage_data=_StoragePrefix(f"__{number}_"))
+        values = _Given({item.index: value for item, value in pieces})
+        try:
+            return plan, self.write_data(plan, values).wait()
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch.save puts its own in place of it
+                raise error.__context__ from None
+            raise
+
     def storage_meta(self) -> None:
         """No random number and no folder's name: the same weights make the same bytes."""
+
+
+class _Given(DefaultSavePlanner):
+    """Of a file that is written: its values by their places in the checkpoint."""
+
+    def __init__(self, values: dict[MetadataIndex, Any]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.values = values
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.values[index]
 
 
 class Reader:
@@ -132,28 +132,24 @@ class Reader:
         self.folder = folder
         if not (folder / ".metadata").is_file():
             raise ValueError(f"{folder}: expected Megatron's torch_dist format, found no .metadata")
-        self._metadata = FileSystemReader(folder).read_metadata()
+        self._reader = FileSystemReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
         return self._stored(chunk).properties.dtype
 
-    def read(self, chunk: Chunk) -> Tensor:
-        """The elements of the chunk, from as many files as hold some of it."""
-        result = torch.empty(chunk.shape, dtype=self.dtype(chunk))
-        box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
-        found = 0
-        for item in create_read_items_for_chunk_list(chunk.key, self._stored(chunk), [box]):
-            saved = self._load(item.storage_index)
-            source = _narrow(saved, item.storage_offsets, item.lengths)
-            found += source.numel()
-            if source.numel() == result.numel() == saved.numel() and source.dtype == result.dtype:
-                return saved.view(chunk.shape)
-            _narrow(result, item.dest_offsets, item.lengths).copy_(source)
+    def read(self, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
+        """The elements of the chunk, from as many files as hold some of it; as stored or cast."""
+        result = torch.empty(chunk.shape, dtype=dtype or self.dtype(chunk))
+        items = create_read_items_for_chunk_list(chunk.key, self._stored(chunk), [_box(chunk)])
+        found = sum(prod(item.lengths) for item in items)
         if found != result.numel():
             raise ValueError(
                 f"{self.folder}: {chunk.key} has {found} of the {result.numel()} elements at "
                 f"{list(chunk.offset)}; expected a checkpoint of the whole model"
             )
+        self._reader.read_data(LoadPlan(items), _Into(result)).wait()
         return result
 
     def _stored(self, chunk: Chunk) -> TensorStorageMetadata:
@@ -165,20 +161,13 @@ class Reader:
             )
         return found
 
-    def _load(self, index: MetadataIndex) -> Tensor:
-        place = self._metadata.storage_data[index]
-        with open(self.folder / place.relative_path, "rb") as file:
-            item = _create_file_view(file, place.offset, place.length)
-            tensor = torch.load(cast(IO[bytes], item), map_location="cpu", weights_only=True)
-        assert isinstance(tensor, Tensor)
-        return tensor
 
+class _Into(DefaultLoadPlanner):
+    """Of a chunk that is read: where it goes."""
 
-def _narrow(tensor: Tensor, starts: Iterable[int], lengths: Iterable[int]) -> Tensor:
-    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.target = target
 
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.target

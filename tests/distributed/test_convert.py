@@ -211,70 +211,40 @@ def killed(root: Path, what: str, out: Path) -> None:
     convert(root, what, out, KilledAfter(500_000))
 
 
-class Counted:
-    def __init__(self) -> None:
-        self.elements = self.nbytes = 0
-
-    def advance(self, elements: int, nbytes: int) -> None:
-        self.elements += elements
-        self.nbytes += nbytes
-
-
 @pytest.mark.parametrize("what", ["import", "export"])
-def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(
+def test_killed_in_the_middle_it_starts_again_and_writes_the_same_bytes(
     root: Path, tmp_path: Path, what: str
 ) -> None:
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    out = tmp_path / "out"
     assert in_child(killed, root, what, out) == -signal.SIGKILL
-    assert not out.exists() and len(read_journal(partial)) > 2
-    kept = (partial / read_journal(partial)[1]["name"]).stat().st_mtime_ns
-    with open(partial / "journal.jsonl", "ab") as journal:
-        journal.write(b'{"name": "torn')
-    counted = Counted()
-    convert(root, what, out, counted)
-    whole = root / "qwen3_moe" / f"{what}ed"
-    files = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file())
-    assert sorted(p.relative_to(out) for p in out.rglob("*") if p.is_file()) == files
-    for file in files:
-        assert (out / file).read_bytes() == (whole / file).read_bytes(), file
-    first = files_written(root, what)[0]
-    assert (out / first).stat().st_mtime_ns == kept  # it was not written again
-    total = sum(t.numel() for t in load(root / "qwen3_moe" / "model").values())
-    assert counted.elements == total and counted.nbytes < 2 * total
+    assert files_of(tmp_path / ".out.partial") and not out.exists()
+    convert(root, what, out, Silent())
+    assert list(tmp_path.iterdir()) == [out]
+    assert files_of(out) == files_of(root / "qwen3_moe" / f"{what}ed")
     with pytest.raises(ValueError, match="exists already"):
         convert(root, what, out, Silent())
 
 
-def read_journal(partial: Path) -> list[dict[str, str]]:
-    lines = (partial / "journal.jsonl").read_bytes().splitlines()
-    return [json.loads(line) for line in lines]
+def files_of(folder: Path) -> dict[Path, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {file.relative_to(folder): file.read_bytes() for file in files}
 
 
-def files_written(root: Path, what: str) -> list[str]:
-    if what == "import":
-        return ["policy/__0_0.distcp"]
-    return sorted(p.name for p in (root / "qwen3_moe" / "exported").glob("model-*-of-*"))
+class Touched:
+    """Another process writes ``file`` while it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def advance(self, elements: int, nbytes: int) -> None:
+        os.utime(self.file)
 
 
-def test_what_changed_meanwhile_is_refused(root: Path, tmp_path: Path) -> None:
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    assert in_child(killed, root, "export", out) == -signal.SIGKILL
-    part = partial / files_written(root, "export")[0]
-    content = part.read_bytes()
-    part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"model-00001-of-\d+\.safetensors is not what was writ"):
-        convert(root, "export", out, Silent())
-    part.write_bytes(content)
-    convert(root, "export", out, Silent())
-
-    assert in_child(killed, root, "import", tmp_path / "in") == -signal.SIGKILL
+def test_a_source_that_changes_meanwhile_is_refused(root: Path, tmp_path: Path) -> None:
     source = next((root / "qwen3_moe" / "model").glob("*.safetensors"))
-    before = source.stat()
-    os.utime(source)
-    with pytest.raises(ValueError, match="begun with other source"):
-        convert(root, "import", tmp_path / "in", Silent())
-    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
-    convert(root, "import", tmp_path / "in", Silent())
+    with pytest.raises(ValueError, match=r"model changed while it was read"):
+        convert(root, "import", tmp_path / "out", Touched(source))
+    assert not list(tmp_path.iterdir())
 
 
 # The commands
@@ -297,13 +267,17 @@ def test_the_commands(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["import", str(source), str(imported)]) == 2
     error = capsys.readouterr().err
     assert "File too large" in error and "run the same command again" in error
-    assert not imported.exists()
+    assert not list(tmp_path.iterdir())
     assert main(["import", str(source), str(imported)]) == 0
     assert "import  0.00 GB" in capsys.readouterr().err
     assert main(["import", str(source), str(imported)]) == 2
     assert "exists already" in capsys.readouterr().err
 
     out = tmp_path / "out"
+    with files_no_larger_than(250_000):
+        assert main(["export", str(imported), str(out)]) == 2
+    assert "File too large" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [imported]
     assert main(["export", str(imported), str(out), "--dtype", "float32"]) == 0
     assert_same(load(out), {n: t.float() for n, t in load(source).items()})
     assert main(["export", str(imported), str(tmp_path / "no"), "--step", "3"]) == 2
@@ -344,25 +318,26 @@ def test_a_run_starts_from_imported_weights(root: Path) -> None:
 
 
 def stay_small(root: Path, out: Path) -> None:
-    """Both ways, anonymous memory grows by less than an eighth of the model."""
+    """Both ways, anonymous memory grows by less than twice the size of a file."""
     arch = read_architecture(root / "source")
     stored = StoredModel.from_json((root / "stored.json").read_text())
     total = sum(file.stat().st_size for file in (root / "source").iterdir())
+    max_file = total // 10
     torch.set_num_threads(1)
     peaks = []
     for what in ("import", "export"):
         with Memory() as memory:
             if what == "import":
-                import_huggingface(root / "source", out / "in", arch, stored, Silent(), total)
+                import_huggingface(root / "source", out / "in", arch, stored, Silent(), max_file)
             else:
                 config = out / "in" / "huggingface"
-                export_checkpoint(out / "in", config, out / "out", arch, stored, Silent(), total)
+                export_checkpoint(out / "in", config, out / "out", arch, stored, Silent(), max_file)
         peaks.append(memory.peak)
-    assert max(peaks) < total / 8, (peaks, total)
+    assert max(peaks) < 2 * max_file, (peaks, max_file)
 
 
-def test_memory_is_that_of_a_few_parameters(tmp_path: Path) -> None:
-    """One file, 150 MB; its largest parameter, the embedding, has 8 MB."""
+def test_memory_is_that_of_a_file(tmp_path: Path) -> None:
+    """150 MB in files of 15; the largest parameter, the embedding, has 8 MB."""
     from rltrain.policy.stored import stored_model
 
     size = Size(layers=4, hidden=512, experts=16, expert_size=768, vocab_size=8192, shard_mib=16)

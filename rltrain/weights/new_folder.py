@@ -1,0 +1,69 @@
+"""A folder that appears whole or not at all, and tensors in lists that fit a file."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+Key = TypeVar("Key")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """An empty folder to fill: it becomes ``out`` when the block ends; an error removes it.
+
+    It lies in ``.OUT.partial`` beside ``out``. What a killed process left there is removed first.
+
+    Raises:
+        ValueError: ``out`` exists, or another process is writing it.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already: choose another folder to write to")
+    partial = out.with_name(f".{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with open(partial / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{out}: another process is writing it; wait for that one") from error
+        folder = partial / "new"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)  # what then stands in the way, mkdir names
+            folder.mkdir()
+            yield folder
+            for path in (folder, *folder.rglob("*")):
+                _sync(path)
+            folder.rename(out)
+            _sync(out.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """A file's content, or a folder's names, to the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def shards(
+    tensors: Iterable[tuple[Key, Tensor]], max_bytes: int
+) -> Iterator[list[tuple[Key, Tensor]]]:
+    """Lists of at most ``max_bytes``, or of one tensor; each is emptied before the next begins."""
+    shard: list[tuple[Key, Tensor]] = []
+    nbytes = 0
+    for key, tensor in tensors:
+        if shard and nbytes + tensor.nbytes > max_bytes:
+            yield shard
+            shard.clear()
+            nbytes = 0
+        shard.append((key, tensor))
+        nbytes += tensor.nbytes
+    yield shard
