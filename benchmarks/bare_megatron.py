@@ -14,10 +14,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from rltrain.config.policy import PolicyConfig
-from rltrain.policy.mesh import Mesh
-from rltrain.policy.torch_backend import torch_block_spec
-from rltrain.policy.transformer_options import transformer_config
-from rltrain.weights.architecture import Architecture
+from rltrain.policy.megatron.mesh import Mesh
+from rltrain.policy.megatron.transformer_options import transformer_config
+from rltrain.policy.torch_backend.spec import torch_block_spec
+from rltrain.weights.architecture.decoder import Architecture
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from typing import Any, Self
 
 import torch
 
-from rltrain.policy.stored import stored_model
-from rltrain.weights import manifest
-from rltrain.weights.architecture import Architecture
-from rltrain.weights.export import export_checkpoint, write_safetensors
+from rltrain.policy.megatron.checkpoint_probe import stored_model
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters, read_architecture
-from rltrain.weights.import_checkpoint import import_huggingface
-from rltrain.weights.stored import StoredModel, numel
+from rltrain.weights.huggingface import manifest
+from rltrain.weights.huggingface.export import export_checkpoint, write_safetensors
+from rltrain.weights.huggingface.import_checkpoint import import_huggingface
+from rltrain.weights.huggingface.stored_model import StoredModel, numel
 
 MB = 1e6
 STORED = "stored.json"

@@ -39,11 +39,11 @@ from rltrain.rollout.launch import (
     environment,
     folder_config,
 )
-from rltrain.rollout.types import Request, SamplingParams, request_seed
+from rltrain.rollout.requests import Request, SamplingParams, request_seed
 from rltrain.routing.integrity import RouteShape, check_routes
 
 if TYPE_CHECKING:
-    from rltrain.policy.passes import ModelOnMesh
+    from rltrain.policy.passes.passes import ModelOnMesh
     from rltrain.policy.worker import PolicyWorker
 
 Head = Literal["fp32", "params"]
@@ -163,9 +163,9 @@ def batch_of(sampled: dict[str, Tensor], sizes: Sampling) -> Batch:
 
 def scorer(worker: "PolicyWorker", model: Path, head: Head) -> "ModelOnMesh":
     """The exported model, in the policy worker's precision but for the head."""
-    from rltrain.policy.model import build_model
-    from rltrain.policy.passes import ModelOnMesh
-    from rltrain.weights.load import load_huggingface
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.passes.passes import ModelOnMesh
+    from rltrain.weights.huggingface.load import load_huggingface
 
     policy = worker.config.policy
     precision = policy.precision.model_copy(update={"head": head})
@@ -195,9 +195,9 @@ class Compared:
 
 
 def compare(model: "ModelOnMesh", batch: Batch, shape: Shape, device: torch.device) -> Compared:
-    from rltrain.policy.agreement import agree
-    from rltrain.policy.micro_batch import cut
-    from rltrain.policy.passes import score
+    from rltrain.policy.passes.micro_batch import cut
+    from rltrain.policy.passes.native_agreement import agree
+    from rltrain.policy.passes.passes import score
     from rltrain.routing.agreement import num_shared
     from rltrain.routing.codec import decode
 

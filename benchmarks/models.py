@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rltrain.data.cache import save_atomically
 from rltrain.data.tokenizer import tiny_tokenizer
-from rltrain.weights.architecture import Architecture
-from rltrain.weights.export import write_huggingface
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters, read_architecture
+from rltrain.weights.huggingface.export import write_huggingface
 
 MODELS = Path("~/.cache/rltrain/benchmarks").expanduser()
 CONFIGS = Path(__file__).parents[1] / "conf/model"

@@ -35,7 +35,7 @@ def on_rank(
     rank: int, folder: Path, model: str, device: str, shapes: Sequence[str], rounds: int, turns: int
 ) -> None:
     """Writes seconds by shape, overlap or not, and update."""
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     own = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")

@@ -37,14 +37,14 @@ import torch
 from benchmarks.models import MODELS, random_slice
 from benchmarks.result import Result, median_interval
 from rltrain.config import Config
-from rltrain.controller.cluster import OVERRIDE_ON_ZERO
+from rltrain.controller.cluster.ray_cluster import OVERRIDE_ON_ZERO
 from rltrain.data.tiny_model import build_random_model
 from rltrain.main import compose
 from rltrain.rollout.engine import RolloutEngine, has_fp32_head
 from rltrain.rollout.generator import Generator, build_batch, make_requests
 from rltrain.rollout.launch import EngineSpec, RouteCapture, engine_args, environment, folder_config
+from rltrain.rollout.requests import Request
 from rltrain.rollout.route_store import RouteStore
-from rltrain.rollout.types import Request
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.families import read_architecture
 

@@ -26,7 +26,7 @@ from benchmarks.result import Interval, Result, median_interval
 from benchmarks.train import TINY, Shape
 from benchmarks.train import timed as wall_time
 from rltrain.config import Config
-from rltrain.controller.route_gate import flip_metrics, narrow_bins, wrong_routes
+from rltrain.controller.checks.route_gate import flip_metrics, narrow_bins, wrong_routes
 from rltrain.routing.align import last_rows
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def start(args: argparse.Namespace, folder: Path) -> "PolicyWorker":
 
 def parts(worker: "PolicyWorker", shape: Shape) -> dict[str, Callable[[], Any]]:
     """What is timed, by name."""
-    from rltrain.policy.passes import score
+    from rltrain.policy.passes.passes import score
 
     batch, plan = shape.batch(worker.arch.vocab_size, seed=0)
     worker.begin_step(batch)

@@ -35,9 +35,9 @@ from ray.cluster_utils import Cluster
 
 from rltrain.batch import Batch, RouteRef
 from rltrain.data.packing import plan_step
-from rltrain.parallel.layers import Pipeline, route_blocks, route_layers
-from rltrain.parallel.tokens import TokenGrid
-from rltrain.policy.routes import fetch_routes
+from rltrain.parallel.layer_map import Pipeline, route_blocks, route_layers
+from rltrain.parallel.token_layout import TokenGrid
+from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.launch import RouteCapture
 from rltrain.rollout.route_store import RouteStore, store_routes
 from rltrain.routing.align import last_rows
@@ -160,7 +160,7 @@ class Rank:
         torch.set_num_threads(1)
         if not torch.cuda.is_available():
             apply_cpu()
-        import rltrain.policy.micro_batch  # noqa: F401  so that it is in no measurement
+        import rltrain.policy.passes.micro_batch  # noqa: F401  so that it is in no measurement
 
         self._size = size
         self._layers = route_layers(size.pipeline, size.layers, size.shape.moe_layers, stage)
@@ -187,7 +187,7 @@ class Rank:
 
     def gather(self) -> dict[str, Any]:
         """What micro-batches add to that: the most while each one's targets are made in turn."""
-        from rltrain.policy.micro_batch import cut
+        from rltrain.policy.passes.micro_batch import cut
 
         routes, mask = self._shard.require("rollout_expert_indices", "route_mask")
         bare = self._shard.with_fields(rollout_expert_indices=None)

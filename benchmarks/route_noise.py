@@ -26,15 +26,15 @@ from rltrain.routing.flips import judged_rows
 from rltrain.routing.noise import noise_scale
 
 if TYPE_CHECKING:
-    from rltrain.policy.passes import ModelOnMesh
+    from rltrain.policy.passes.passes import ModelOnMesh
 
 SCALES = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0)
 
 
 def noise(model: "ModelOnMesh", batch: Batch, shape: Shape, device: torch.device) -> dict[str, Any]:
     """What `main` writes of one engine's samples."""
-    from rltrain.policy.micro_batch import cut
-    from rltrain.policy.passes import score
+    from rltrain.policy.passes.micro_batch import cut
+    from rltrain.policy.passes.passes import score
 
     routes, mask = batch.require("rollout_expert_indices", "route_mask")
     count, n = batch.num_sequences, batch.num_tokens

@@ -32,10 +32,10 @@ from benchmarks.result import Result, median_interval
 from benchmarks.route_memory import Size, made_up, pickled_bytes
 from rltrain.batch import Batch, RouteRef
 from rltrain.data.packing import plan_step
-from rltrain.parallel.layers import route_blocks, route_layers
-from rltrain.parallel.tokens import TokenGrid
+from rltrain.parallel.layer_map import route_blocks, route_layers
+from rltrain.parallel.token_layout import TokenGrid
 from rltrain.patches.megatron import apply_cpu
-from rltrain.policy.routes import fetch_routes
+from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.launch import RouteCapture
 from rltrain.rollout.route_store import RouteStore, store_routes
 from rltrain.routing.align import last_rows
@@ -100,7 +100,7 @@ def to_routers(
     hops: Hops, refs: list[RouteRef], tokens: torch.Tensor, size: Size
 ) -> dict[str, int]:
     """What one rank does; its bytes."""
-    from rltrain.policy.micro_batch import cut, to_device
+    from rltrain.policy.passes.micro_batch import cut, to_device
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = route_layers(size.pipeline, size.layers, size.shape.moe_layers, 0)

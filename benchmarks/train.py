@@ -224,8 +224,8 @@ class Bench:
     @contextmanager
     def whole_logits(self) -> Iterator[None]:
         with (
-            mock.patch("rltrain.policy.head.head_weight", return_value=None),
-            mock.patch("rltrain.policy.passes.head_weight", return_value=None),
+            mock.patch("rltrain.policy.logprobs.head.head_weight", return_value=None),
+            mock.patch("rltrain.policy.passes.passes.head_weight", return_value=None),
         ):
             yield
 

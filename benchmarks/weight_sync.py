@@ -34,17 +34,17 @@ import torch
 from benchmarks.models import random_slice
 from benchmarks.result import Result, median_interval
 from rltrain.config import Config
-from rltrain.controller.cluster import Cluster, cluster
-from rltrain.controller.engines import answers, ask, engine_spec
-from rltrain.controller.policy_group import PolicyGroup
-from rltrain.controller.transfer import choose_carrier
+from rltrain.controller.cluster.engines import answers, ask, engine_spec
+from rltrain.controller.cluster.policy_group import PolicyGroup
+from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.tiny_model import build_random_model
 from rltrain.main import compose
-from rltrain.rollout.types import Request, SamplingParams
-from rltrain.weights.broadcast import Group
+from rltrain.planning.weight_transport import choose_carrier
+from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.weights.families import parameters, read_architecture
-from rltrain.weights.transport import BUCKET_BYTES, Bucket
+from rltrain.weights.sync.broadcast import Group
+from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket
 
 MODELS = Path("~/.cache/rltrain/benchmarks").expanduser()
 LIMIT_S = 300.0

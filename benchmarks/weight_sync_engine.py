@@ -10,11 +10,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from rltrain.rollout.engine import RolloutEngine
-from rltrain.weights import receiver
-from rltrain.weights.engine_fp8 import in_fp8
-from rltrain.weights.expert_stacks import unstack_experts
 from rltrain.weights.families import read_architecture
-from rltrain.weights.load import read_tensors
+from rltrain.weights.huggingface.load import read_tensors
+from rltrain.weights.sync import receiver
+from rltrain.weights.sync.engine_fp8 import in_fp8
+from rltrain.weights.sync.expert_stacks import unstack_experts
 
 COPIED_BYTES = 2**30
 

@@ -29,11 +29,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError, nearest, validate
-from rltrain.config.files import save
-from rltrain.config.groups import Groups, conf_folder, find_groups, find_recipes, summary
+from rltrain.config.hydra_groups import Groups, conf_folder, find_groups, find_recipes, summary
 from rltrain.config.overrides import Override, check
 from rltrain.config.redact import redacted_text
-from rltrain.controller.preflight import preflight
+from rltrain.config.saved_config import save
+from rltrain.controller.checks.preflight import preflight
 from rltrain.controller.run_data import RunData
 
 PROGRAM = "python -m rltrain.main"
@@ -76,9 +76,9 @@ def run(config: Config, data: RunData) -> int:
     began = time.time()
     try:
         if config.algorithm.type == "sft":
-            from rltrain.controller.supervised import run as train
+            from rltrain.controller.sft import run as train
         else:
-            from rltrain.controller.reinforced import run as train
+            from rltrain.controller.rl import run as train
         train(config, data)
     except KeyboardInterrupt as error:
         keep_outcome(folder, error, began)

@@ -18,9 +18,9 @@ from ray.exceptions import (
     UnserializableException,
 )
 
+from rltrain.actors.actor_log import FOLDER, LOG, find_log, of_process
+from rltrain.actors.host_memory import killed, memory_now, oom_kills
 from rltrain.actors.last_error import last_error, last_line, without_ray
-from rltrain.actors.log import FOLDER, LOG, find_log, of_process
-from rltrain.actors.memory import killed, memory_now, oom_kills
 from rltrain.config.redact import plain
 
 POLL_S = 5.0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.losses import find_loss
-from rltrain.algorithms.losses.inputs import LossInputs, require_token_loss
+from rltrain.algorithms.losses.loss_inputs import LossInputs, require_token_loss
 from rltrain.algorithms.reduce import weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
 

@@ -31,7 +31,7 @@ def list_keys(arguments: Arguments) -> int:
 def import_(arguments: Arguments) -> int:
     """Write a Hugging Face FOLDER as a checkpoint of Megatron's, OUT: rltrain import -h."""
     _ignore_import_warnings()
-    from rltrain.cli.convert import import_ as run
+    from rltrain.cli.convert_command import import_ as run
 
     return run(arguments)
 
@@ -39,28 +39,28 @@ def import_(arguments: Arguments) -> int:
 def export(arguments: Arguments) -> int:
     """Write a checkpoint of a run, or an imported one, as a Hugging Face folder OUT."""
     _ignore_import_warnings()
-    from rltrain.cli.convert import export as run
+    from rltrain.cli.convert_command import export as run
 
     return run(arguments)
 
 
 def report(arguments: Arguments) -> int:
     """Write the report of RUN anew from the files in its folder."""
-    from rltrain.cli.report import report as run
+    from rltrain.cli.report_command import report as run
 
     return run(arguments)
 
 
 def plan(arguments: Arguments) -> int:
     """Show placement, batch and memory of +recipe=NAME [name=value ...]; nothing starts."""
-    from rltrain.cli.plan import plan as run
+    from rltrain.cli.plan_command import plan as run
 
     return run(arguments)
 
 
 def data(arguments: Arguments) -> int:
     """Show the data of +recipe=NAME [name=value ...] as the model sees them; nothing starts."""
-    from rltrain.cli.data import data as run
+    from rltrain.cli.data_command import data as run
 
     return run(arguments)
 
@@ -68,7 +68,7 @@ def data(arguments: Arguments) -> int:
 def verify(arguments: Arguments) -> int:
     """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
     _ignore_import_warnings()
-    from rltrain.cli.verify import verify as run
+    from rltrain.verification.verify_command import verify as run
 
     return run(arguments)
 
@@ -76,7 +76,7 @@ def verify(arguments: Arguments) -> int:
 def routes(arguments: Arguments) -> int:
     """Record, replay, compare, inspect or slice routes outside of a run: rltrain routes -h."""
     _ignore_import_warnings()
-    from rltrain.cli.routes import routes as run
+    from rltrain.verification.routes_command import routes as run
 
     return run(arguments)
 
@@ -89,14 +89,14 @@ def _ignore_import_warnings() -> None:
 
 def bench(arguments: Arguments) -> int:
     """Say what became worse between two results of benchmarks/: compare OLD NEW."""
-    from rltrain.cli.bench import bench as run
+    from rltrain.cli.bench_command import bench as run
 
     return run(arguments)
 
 
 def dashboard(arguments: Arguments) -> int:
     """Save the dashboard as a view of the wandb project ENTITY/PROJECT."""
-    from rltrain.cli.report import dashboard as run
+    from rltrain.cli.report_command import dashboard as run
 
     return run(arguments)
 

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.config import Config
-from rltrain.controller.reward_trial import Trial
+from rltrain.controller.checks.reward_trial import Trial
 from rltrain.controller.run_data import RunData
 from rltrain.data.problem import Problem, shorten
-from rltrain.data.report import SourceReport
+from rltrain.data.source_report import SourceReport
 from rltrain.environments.pool import RewardResult
 
 STYLES = {"prompt": "cyan", "response": "green", "special": "bold magenta"}

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rltrain.config.errors import ConfigError, nearest, unknown_key
-from rltrain.config.groups import Groups
+from rltrain.config.hydra_groups import Groups
 from rltrain.config.reference import keys, sections, show
 
 

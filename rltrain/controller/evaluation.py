@@ -11,8 +11,8 @@ from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool, RewardResult, Sample
 from rltrain.rollout.generator import Generator
+from rltrain.rollout.requests import Rollout
 from rltrain.rollout.stop_strings import response_texts
-from rltrain.rollout.types import Rollout
 from rltrain.tracking.tracker import Tracker
 
 

@@ -1,204 +1,288 @@
-"""What every run does around its steps: resume, save, evaluate, log, check the first step."""
+"""A step of reinforcement learning: generate, reward, score, update, sync."""
 
-import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rltrain.algorithms.advantages import critic_only_steps
+from rltrain.algorithms.kl import adapted_coef
+from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.batch import Batch
-from rltrain.config import Config
-from rltrain.controller import checkpoint
-from rltrain.controller.cluster import Cluster
-from rltrain.controller.critic_group import CriticGroup
-from rltrain.controller.invariants import Check, block, require
-from rltrain.controller.model_checks import read_model
-from rltrain.controller.policy_group import PolicyGroup
-from rltrain.controller.speed import Speed
-from rltrain.controller.worker_group import WorkerGroup
-from rltrain.data.loader import PromptLoader
-from rltrain.policy.types import Scored, Updated
-from rltrain.tracking.environment import describe_environment
+from rltrain.controller import stages, step_metrics
+from rltrain.controller.checks import route_gate
+from rltrain.controller.checks.first_step import Check, FirstStep, check_first_step
+from rltrain.controller.checks.precision_bounds import engine_precision, trainer_precision
+from rltrain.controller.cluster.colocation import Turns
+from rltrain.controller.cluster.critic_group import CriticGroup
+from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.run_loop import Loop, Step
+from rltrain.controller.sampling import Sampler
+from rltrain.controller.weight_sync import WeightSync, check_weight_sync
+from rltrain.policy.types import Agreement, Scored, Updated
+from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.timers import StepTimer
-from rltrain.tracking.tracker import OUTCOME, Tracker
-from rltrain.weights.identity import Identity
+from rltrain.weights.architecture.decoder import Architecture
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Step:
-    """What a step did."""
-
-    batch: Batch
-    metrics: dict[str, float]
-    updates: Sequence[Updated]
-    scored: Scored | None = None  # before the updates; None where that pass was left out
-    paired: Batch | None = None  # with the reference scored as the policy was
-
-
-class Evaluation(Protocol):
-    def is_due(self, step: int) -> bool: ...
-    def evaluate(self, step: int) -> dict[str, float]: ...
+UPDATE_ROUTING: dict[str, Literal["native", "rollout", "recorded"]] = {
+    "off": "native",
+    "r2": "recorded",
+    "r3": "rollout",
+}
+"""By ``routing_replay.mode``: whose experts an update uses."""
 
 
 @dataclass
-class Loop(ABC):
-    """The steps of a run; a subclass says what one step does."""
+class Trainer(Loop):
+    """GRPO (arXiv:2402.03300, algorithm 1) and its kin with routing replay (arXiv:2510.11370)."""
 
-    config: Config
-    prompts: PromptLoader
-    policy: PolicyGroup
-    critic: CriticGroup | None
-    speed: Speed
-    evaluator: Evaluation = field(init=False)
-    tracker: Tracker = field(init=False)
-    model: Identity = field(init=False)  # which one a checkpoint is of
-    resumed_after: int = field(init=False, default=0)  # the step, 0 in a fresh run
+    arch: Architecture
+    sampler: Sampler
+    spec: EngineSpec
+    placed: Cluster
+    weight_sync: WeightSync
+    turns: Turns = field(init=False)
+    kl_coef: float = field(init=False)
+    synced_after: int = field(init=False)  # the step whose weights the engines have
 
-    @abstractmethod
-    def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
-        """Learn from the next prompts.
-
-        Args:
-            is_first: whether `first_checks` follow, which may need more than other steps measure
-        """
-
-    @abstractmethod
-    def first_checks(self, taken: Step) -> list[Check]:
-        """What must hold in a step before which nothing was learned."""
-
-    def begin(self) -> None:  # noqa: B027  # nothing, unless there are engines
-        """What precedes the first evaluation and step of this process."""
-
-    def hand_over(self, step: int, timer: StepTimer) -> None:  # noqa: B027  # likewise
-        """What follows the updates of a step."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the models."""
-        return {"prompts": self.prompts.state_dict()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
-
-    def train(self) -> None:
-        """All steps after the one that `resume` went back to."""
-        done = self.resumed_after
-        self.begin()
-        if done == 0 and self.evaluator.is_due(0):
-            self.tracker.log(0, self.evaluator.evaluate(0))
-        for step in range(done + 1, self.config.trainer.steps + 1):
-            self.step(step)
-
-    def step(self, step: int) -> None:
-        timer = StepTimer()
-        is_first = step == max(self.resumed_after, critic_only_steps(self.config)) + 1
-        taken = self.take(step, timer, is_first=is_first)
-        metrics = taken.metrics
-        self.save(step, timer)
-        self.hand_over(step, timer)
-        if self.evaluator.is_due(step):
-            with timer.phase("eval"):
-                metrics |= self.evaluator.evaluate(step)
-        metrics |= timer.metrics()
-        metrics |= self.speed.metrics(
-            taken.batch,
-            metrics,
-            scored=taken.scored is not None,
-            updated=len(taken.updates) == self.config.trainer.mini_batches,
+    def __post_init__(self) -> None:
+        self.kl_coef = self.config.algorithm.kl.coef
+        self.turns = Turns(
+            self.placed.placement.colocated,
+            self.policy,
+            self.critic,
+            self.sampler.generator.engines,
+            self.config.cluster.call_timeout_s,
         )
-        self.tracker.log(step, metrics)
-        if is_first:
-            self.check_invariants(step, self.first_checks(taken))
 
-    def check_invariants(self, step: int, checks: Sequence[Check]) -> None:
-        """Print what must hold in a first step, and end the run unless it does.
+    def begin(self) -> None:
+        self.sync_weights(self.resumed_after, StepTimer())
+
+    def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
+        sampled, metrics = self.sampler.sample(step, timer)
+        metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
+        batch, found = self.fall_back(sampled.batch, sampled.names)
+        metrics |= found
+        self.turns.to_training(timer, will_sync=self.syncs(step))
+        with timer.phase("old_logprobs"):
+            self.policy.begin_step(batch)
+            batch, scored = self.score(batch, step)
+        with timer.phase("native_logprobs"):
+            metrics |= self.compare_with_native(batch, scored)
+        paired = None
+        if self.config.algorithm.kl.coef > 0:
+            with timer.phase("ref_logprobs"):
+                batch = self.score_reference(batch)
+                # Now, because the reference may become another at the end of the step.
+                paired = self.pair_reference(batch) if is_first else None
+        if self.critic is not None:
+            with timer.phase("values"):
+                self.critic.begin_step(batch)
+                batch = batch.with_fields(values=self.critic.values())
+        with timer.phase("advantages"):
+            batch, found = self.weigh(batch)
+            metrics |= found
+        if self.critic is not None:
+            with timer.phase("critic_update"):
+                metrics |= self.update_critic(self.critic, batch)
+        updates: list[Updated] = []
+        if step > critic_only_steps(self.config):
+            with timer.phase("update"):
+                updates = self.update(batch)
+                metrics |= step_metrics.update_metrics(updates, self.config.trainer.mini_batches)
+                metrics |= step_metrics.mismatch_over_entropy(metrics)
+                if self.arch.moe_layers:
+                    metrics["routing/padded_fraction"] = self.policy.padded_fraction
+        metrics |= self.adapt_reference(step, batch, metrics)
+        return Step(batch, metrics, updates, scored, paired)
+
+    def hand_over(self, step: int, timer: StepTimer) -> None:
+        """The engines' turn: with new weights, or with those they have."""
+        if self.syncs(step):
+            self.sync_weights(step, timer)
+        else:
+            self.turns.to_engines(timer)
+        assert self.synced_after == step or not self.evaluator.is_due(step), (
+            "an evaluation measures the weights of its step"
+        )
+
+    # The stages
+
+    def fall_back(self, batch: Batch, names: Sequence[str]) -> tuple[Batch, dict[str, float]]:
+        """Where routes are replayed: missing ones cost loss tokens, or end the run."""
+        if self.config.routing_replay.mode != "r3":
+            return batch, {}
+        return stages.with_fallback(batch, self.config.routing_replay, names)
+
+    def score(self, batch: Batch, step: int) -> tuple[Batch, Scored | None]:
+        """Old log-probabilities: R3 replays the rollout's routes here, R2 records its own.
+
+        With ``algorithm.bypass_old_logprobs`` the rollout's stand in for them, and the pass is made
+        on sampled steps alone, for what it measures.
+        """
+        replay, bypass = self.config.routing_replay, self.config.algorithm.bypass_old_logprobs
+        if replay.mode == "r3":
+            batch.require("rollout_expert_indices")
+        scored = None
+        if not bypass or self.measures(batch, step):
+            scored = self.policy.score(
+                routing="rollout" if replay.mode == "r3" else "native",
+                measure=self.measures(batch, step),
+                record=replay.mode == "r2" or replay.fallback == "r2",
+            )
+        if bypass or scored is None:
+            return batch.with_fields(old_logprobs=batch.rollout_logprobs), scored
+        return batch.with_fields(old_logprobs=scored.logprobs), scored
+
+    def compare_with_native(self, batch: Batch, scored: Scored | None) -> dict[str, float]:
+        """How far the trainer is from the rollout: as trained and, on sampled steps, natively."""
+        if scored is None:
+            return {}
+        assert batch.rollout_logprobs is not None
+        compared = batch.rollout_logprobs, batch.response_mask, batch.seq_lens
+        if scored.agreement is None:
+            return mismatch_metrics(scored.logprobs, *compared)
+        native, wide = scored, {}
+        if self.config.routing_replay.mode == "r3":
+            stages.check_overlap(
+                scored.agreement,
+                self.arch.experts_per_token,
+                self.arch.num_experts,
+                self.config.routing_replay.min_overlap,
+            )
+        if scored.agreement.flips:
+            wide = self.check_routes(batch, scored.agreement)
+        if self.config.routing_replay.mode == "r3":
+            native = self.policy.score(routing="native", measure=True)
+        assert native.agreement is not None
+        flipped = native.agreement.flipped
+        return {
+            **step_metrics.overlap_metrics(scored.agreement, self.arch.experts_per_token),
+            **wide,
+            **step_metrics.load_metrics(scored.agreement.load),
+            **mismatch_metrics(scored.logprobs, *compared, flipped),
+            **mismatch_metrics(native.logprobs, *compared, flipped, area="mismatch_native"),
+            "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
+        }
+
+    def check_routes(self, batch: Batch, agreement: Agreement) -> dict[str, float]:
+        """Where routes are replayed, what is systematically wrong with them ends the run.
 
         Raises:
-            RuntimeError: as `invariants.require`, where ``trainer.invariants=stop``.
+            RuntimeError: naming layer, column, sample, expert or part of the samples, where
+                ``routing_replay.gate=stop``.
         """
-        logger.info("%s", block(checks, step))
-        self.tracker.invariants(step, [asdict(check) for check in checks])
-        if self.config.trainer.invariants == "stop":
-            require(checks, step)
+        replay = self.config.routing_replay
+        flips = self.policy.wide_flips(route_gate.narrow_bins(agreement))
+        if replay.mode == "r3":
+            wrong = route_gate.wrong_routes(batch, agreement, flips, self.arch.experts_per_token)
+            if wrong is not None and replay.gate == "stop":
+                raise RuntimeError(f"{wrong}. routing_replay.gate=warn goes on all the same")
+            if wrong is not None:
+                logger.warning("%s", wrong)
+        return route_gate.flip_metrics(agreement, flips)
 
-    def save(self, step: int, timer: StepTimer) -> None:
-        """Write what is due: a checkpoint, and after the last step its weights."""
-        settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
-        if self.saves(step):
-            with timer.phase("checkpoint"):
-                state = {"model": self.model, **self.state()}
-                checkpoint.save(self.run_dir, step, self.models, state, settings.keep)
-        if settings.last and is_last:
-            with timer.phase("checkpoint"):
-                checkpoint.save_last(self.run_dir, step, self.policy, self.model)
+    def measures(self, batch: Batch, step: int) -> bool:
+        every = self.config.routing_replay.sample_every
+        return batch.rollout_expert_indices is not None and (step - 1) % every == 0
 
-    def saves(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
+    def score_reference(self, batch: Batch) -> Batch:
+        """By default natively; ``routing_replay.reference=replay`` uses the policy's routes."""
+        native = self.config.routing_replay.reference == "native"
+        routing = "native" if native else UPDATE_ROUTING[self.config.routing_replay.mode]
+        scored = self.policy.score(routing=routing, of="reference")
+        return batch.with_fields(ref_logprobs=scored.logprobs)
 
-    def resume(self) -> int:
-        """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
-        self.model = checkpoint.model_of(self.config, read_model(self.config))
-        found = checkpoint.checkpoints(self.run_dir)
-        if self.config.trainer.resume == "auto" and found:
-            state = checkpoint.restore(found[-1], self.run_dir, self.models, self.config.checkpoint)
-            self.load_state(state)
-            self.resumed_after = int(state["step"])
-        return self.resumed_after
+    def pair_reference(self, batch: Batch) -> Batch | None:
+        """``batch`` with a reference that was scored as the policy was: a fresh run's is the same
+        model. None where the policy was not scored at all."""
+        replay = self.config.routing_replay
+        if self.config.algorithm.bypass_old_logprobs or self.resumed_after:
+            return None
+        if replay.mode != "r3" or replay.reference == "replay":
+            return batch
+        scored = self.policy.score(routing="rollout", of="reference")
+        return batch.with_fields(ref_logprobs=scored.logprobs)
 
-    @property
-    def models(self) -> list[WorkerGroup]:
-        """Those that learn."""
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
+    def weigh(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """What every token's log-probability is to be moved by, and what it counts."""
+        algorithm = self.config.algorithm
+        batch, corrected = stages.with_correction(batch, algorithm.correction)
+        limit = self.config.rollout.max_response_tokens
+        batch, shaped = stages.with_token_rewards(batch, algorithm, limit, self.kl_coef)
+        batch, advantages = stages.with_advantages(batch, self.config)
+        return batch, corrected | shaped | advantages
 
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.trainer.output_dir)
+    def update(self, batch: Batch) -> list[Updated]:
+        names = ["old_logprobs", "advantages", "loss_weights"]
+        given = ("ref_logprobs", "correction_weights")
+        names += [name for name in given if getattr(batch, name) is not None]
+        fields = dict(zip(names, batch.require(*names), strict=True))
+        routing = UPDATE_ROUTING[self.config.routing_replay.mode]
+        return self.policy.update(fields, routing=routing, kl_coef=self.kl_coef)
 
+    def update_critic(self, critic: CriticGroup, batch: Batch) -> dict[str, float]:
+        names = "values", "returns", "loss_weights"
+        fields = dict(zip(names, batch.require(*names), strict=True))
+        return step_metrics.value_metrics(batch, critic.update(fields))
 
-def is_finished(config: Config) -> bool:
-    """Whether the run in ``trainer.output_dir`` has taken all its steps already; says so.
+    def adapt_reference(
+        self, step: int, batch: Batch, metrics: dict[str, float]
+    ) -> dict[str, float]:
+        """The KL's coefficient of the next step, and its reference."""
+        kl = self.config.algorithm.kl
+        if kl.coef == 0:
+            return {}
+        used = self.kl_coef
+        if kl.target is not None and "policy/ref_kl" in metrics:
+            self.kl_coef = adapted_coef(
+                used,
+                metrics["policy/ref_kl"],
+                batch.num_sequences,
+                target=kl.target,
+                horizon=kl.horizon,
+            )
+        if kl.refresh_every and step % kl.refresh_every == 0:
+            self.policy.call("refresh_reference")
+        return {"policy/kl_coef": used}
 
-    Raises:
-        ValueError: it ended without a checkpoint, so it could only start again from the beginning.
-    """
-    run_dir = Path(config.trainer.output_dir)
-    outcome = run_dir / OUTCOME
-    if config.trainer.resume == "never" or not outcome.exists():
-        return False
-    if json.loads(outcome.read_text())["state"] != "finished":
-        return False
-    if not (found := checkpoint.checkpoints(run_dir)):
-        raise ValueError(
-            f"trainer.resume=auto: the run in {run_dir} is finished and has no checkpoint to go on "
-            "from (checkpoint.every was 0), so it would start again. Choose another "
-            "trainer.output_dir"
+    def first_checks(self, taken: Step) -> list[Check]:
+        first = FirstStep(
+            batch=taken.batch,
+            updates=taken.updates,
+            metrics=taken.metrics,
+            scored=None if taken.scored is None else taken.scored.logprobs,
+            is_fresh=self.resumed_after == 0,
+            paired=taken.paired,
+            native_losses=self.policy.call("native_losses")[0],
+            precision=trainer_precision(self.config, self.spec.device),
+            engine_precision=engine_precision(self.config, self.spec.device),
+            vocab_size=self.arch.vocab_size,
+            has_experts=bool(self.arch.moe_layers),
         )
-    done = checkpoint.step_of(found[-1])
-    if done < config.trainer.steps:
-        return False
-    logger.info(
-        "nothing to do: the run in %s is finished, after step %d. Raise trainer.steps to go on",
-        run_dir,
-        done,
-    )
-    return True
+        return check_first_step(first, self.config)
 
+    def syncs(self, step: int) -> bool:
+        """On every ``sync_every``-th step, and before the last evaluation: an evaluation measures
+        the weights of its own step, and the configuration lets no other fall between two syncs."""
+        is_last = step == self.config.trainer.steps and self.evaluator.is_due(step)
+        return is_last or step % self.config.trainer.sync_every == 0
 
-def open_tracker(
-    config: Config, placed: Cluster, done: int, versions: Mapping[str, str] | None = None
-) -> Tracker:
-    """The tracker of a run that goes on after step ``done``, 0 for a fresh one."""
-    return Tracker(
-        Path(config.trainer.output_dir),
-        config.tracking,
-        config.model_dump(mode="json"),
-        describe_environment() | dict(versions or {}),
-        num_steps=config.trainer.steps,
-        first_step=done + 1 if done else 0,
-        gpus=placed.gpu_ids,
-    )
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"kl_coef": self.kl_coef}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self.kl_coef = state["kl_coef"]
+
+    def sync_weights(self, step: int, timer: StepTimer) -> None:
+        """Bring the weights after ``step`` into the engines, whose turn it is then."""
+        self.synced_after = step
+        limit = self.config.cluster.call_timeout_s
+        with self.turns.weight_sync(timer):
+            self.weight_sync.sync(self.config.rollout.dtype)
+        if self.config.trainer.check_weight_sync:
+            options = self.placed.engine_options(0, log="fresh-engine")
+            check_weight_sync(self.turns, self.spec, options, limit)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.config import Config
-from rltrain.controller.reward_trial import Trial, check_trial, try_rewards
+from rltrain.controller.checks.reward_trial import Trial, check_trial, try_rewards
 from rltrain.data.model_tokenizer import load_tokenizer
 from rltrain.data.problem import Problem, Problems, check_step_size
 from rltrain.data.problems import problems_of
@@ -20,7 +20,7 @@ from rltrain.data.tokenizer_checks import (
     check_tokenizer,
 )
 from rltrain.data.vocabulary import check_special_ids, check_vocabulary
-from rltrain.weights.architecture import Architecture
+from rltrain.weights.architecture.decoder import Architecture
 
 
 @dataclass

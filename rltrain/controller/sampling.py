@@ -15,7 +15,7 @@ from rltrain.data.loader import PromptLoader
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool
 from rltrain.rollout.generator import Generator, Group, build_batch
-from rltrain.rollout.types import request_seed
+from rltrain.rollout.requests import request_seed
 from rltrain.tracking.timers import StepTimer
 
 logger = logging.getLogger(__name__)

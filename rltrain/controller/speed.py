@@ -12,12 +12,12 @@ from rltrain.algorithms.sequences import sequence_sum
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.policy import ParallelConfig
-from rltrain.controller.placement import Placement
-from rltrain.rollout.memory import IN_FP8, kv_bytes_per_token
+from rltrain.planning.engine_memory import IN_FP8, kv_bytes_per_token
+from rltrain.planning.placement import Placement
+from rltrain.planning.roofline import Card, Work, decoding_seconds, forward_flops, update_flops
 from rltrain.tracking.environment import resident_gib
-from rltrain.tracking.roofline import Card, Work, decoding_seconds, forward_flops, update_flops
-from rltrain.weights.architecture import Architecture
-from rltrain.weights.share import held_by
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.mapping.rank_share import held_by
 
 
 def work_of(config: Config, arch: Architecture) -> Work:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.advantages import find_advantage
-from rltrain.algorithms.advantages.inputs import AdvantageInputs, require_advantages
+from rltrain.algorithms.advantages.advantage_inputs import AdvantageInputs, require_advantages
 from rltrain.algorithms.correction import correct
 from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.reduce import loss_weights

@@ -11,13 +11,13 @@ from typing import Any
 import ray
 
 from rltrain.config.rollout import Carrier
-from rltrain.controller.engines import answers, ask
-from rltrain.controller.policy_group import PolicyGroup
-from rltrain.controller.turns import Turns
+from rltrain.controller.cluster.colocation import Turns
+from rltrain.controller.cluster.engines import answers, ask
+from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
-from rltrain.weights.digest import check_same
-from rltrain.weights.transport import SLOTS, Bucket, merged
+from rltrain.weights.sync.digest import check_same
+from rltrain.weights.sync.stream import SLOTS, Bucket, merged
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Rows that cannot be used: what is wrong, and whether that ends the run or is counted."""
 
-from rltrain.data.report import Dropped
+from rltrain.data.source_report import Dropped
 
 
 class BadRow(ValueError):

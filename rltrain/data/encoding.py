@@ -11,7 +11,7 @@ from rltrain.data.bad_rows import BadRow, Tally
 from rltrain.data.problem import Problem, shorten
 from rltrain.data.prompts import Tokenizer, Tokens, encode_texts, render
 from rltrain.data.reading import LOG_EVERY_S, Entry, Reading
-from rltrain.data.report import SourceReport
+from rltrain.data.source_report import SourceReport
 from rltrain.data.sources import Found
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from rltrain.data.report import SourceReport
+from rltrain.data.source_report import SourceReport
 
 RESERVED_COLUMNS = frozenset({"response", "response_raw", "response_clean", "prompt", "answer"})
 """Names under which a reward function gets our own arguments."""

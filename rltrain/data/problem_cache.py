@@ -26,7 +26,7 @@ from rltrain.data.chat_template import CLOCK
 from rltrain.data.encoding import Made
 from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
-from rltrain.data.report import Column, Dropped, SourceReport
+from rltrain.data.source_report import Column, Dropped, SourceReport
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from rltrain.data.encoding import Made, encode_rows, log_report
 from rltrain.data.paths import find_files
 from rltrain.data.problem import Problem, Problems
 from rltrain.data.prompts import Tokenizer
-from rltrain.data.report import SourceReport
+from rltrain.data.source_report import SourceReport
 from rltrain.data.sources import numbered, read_rows, reasoning_gym_rows
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from rltrain.data.bad_rows import BadRow, Tally
 from rltrain.data.columns import kind_of, leaves
 from rltrain.data.examples import Example, read_example
 from rltrain.data.json_rows import SameAs
-from rltrain.data.report import Column, Use
+from rltrain.data.source_report import Column, Use
 from rltrain.data.sources import Found
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rltrain.patches.registry import Patch, apply
-from rltrain.routing.groups import BEST_OF_GROUP, score_groups, within_groups
+from rltrain.routing.expert_groups import BEST_OF_GROUP, score_groups, within_groups
 
 _MEGATRON = (("megatron-core",), "==0.16.1")
 _TORCH = (("torch",), ">=2.11,<2.14")

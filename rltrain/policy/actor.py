@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any, Literal
 
-from rltrain.actors.log import take_output
+from rltrain.actors.actor_log import take_output
 from rltrain.config import Config
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ModelActor:
         from rltrain.policy.worker import PolicyWorker
 
         worker = {"policy": PolicyWorker, "critic": CriticWorker}[self._role]
-        # A process sees the GPU of its rank and no other (controller/cluster.py).
+        # A process sees the GPU of its rank and no other (controller/cluster/ray_cluster.py).
         own = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         logger.info("rank %d joins the other ranks and loads %s", rank, model_path)
         self._worker = worker(config, rank, init_method, model_path, own)

@@ -15,9 +15,9 @@ from torch import Tensor
 from rltrain.algorithms.objective import Sums, value_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.policy.learner import Learner
-from rltrain.policy.micro_batch import MicroBatch
-from rltrain.policy.passes import ModelOnMesh, infer
+from rltrain.policy.megatron_worker import Learner
+from rltrain.policy.passes.micro_batch import MicroBatch
+from rltrain.policy.passes.passes import ModelOnMesh, infer
 from rltrain.policy.types import Plan, Updated
 from rltrain.weights.families import read_architecture
 

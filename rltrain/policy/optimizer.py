@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import PrecisionConfig
-from rltrain.policy.transformer_options import params_dtype
+from rltrain.policy.megatron.transformer_options import params_dtype
 
 
 def build_optimizer(

@@ -13,7 +13,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["rltrain.policy.optimizer", "rltrain.policy.worker", "rltrain.policy.verify"]
+_PRELOAD = [
+    "rltrain.policy.optimizer",
+    "rltrain.policy.worker",
+    "rltrain.verification.one_rank_oracle",
+]
 _POLL_S = 0.05
 
 

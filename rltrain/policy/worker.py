@@ -18,27 +18,27 @@ from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_ob
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.rollout import Carrier
-from rltrain.policy import checkpoint
-from rltrain.policy.agreement import agree
-from rltrain.policy.guards import native_losses
-from rltrain.policy.learner import Learner
-from rltrain.policy.micro_batch import MicroBatch, to_device
-from rltrain.policy.passes import ModelOnMesh, Recorded, Recorder, score
-from rltrain.policy.residency import Parts, weights
-from rltrain.policy.routes import fetch_routes
-from rltrain.policy.sequences import sequence_mean
+from rltrain.policy import model_checkpoint as checkpoint
+from rltrain.policy.megatron.guards import native_losses
+from rltrain.policy.megatron_worker import Learner
+from rltrain.policy.offload import Parts, weights
+from rltrain.policy.passes.fetch_routes import fetch_routes
+from rltrain.policy.passes.micro_batch import MicroBatch, to_device
+from rltrain.policy.passes.native_agreement import agree
+from rltrain.policy.passes.passes import ModelOnMesh, Recorded, Recorder, score
+from rltrain.policy.passes.sequence_means import sequence_mean
 from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, route_dtype
 from rltrain.routing.flips import WideFlips, judged_rows, wide_flips
 from rltrain.routing.trace import check_refs, check_trace
-from rltrain.weights.broadcast import SENDER, BroadcastSender, Group
-from rltrain.weights.cuda_ipc import IpcSender, device_name
-from rltrain.weights.engine_fp8 import in_fp8
-from rltrain.weights.export import write_huggingface
 from rltrain.weights.families import read_architecture
-from rltrain.weights.sender import full_tensors
-from rltrain.weights.transport import BUCKET_BYTES, Bucket, BucketStream, Sender
+from rltrain.weights.huggingface.export import write_huggingface
+from rltrain.weights.sync.broadcast import SENDER, BroadcastSender, Group
+from rltrain.weights.sync.cuda_ipc import IpcSender, device_name
+from rltrain.weights.sync.engine_fp8 import in_fp8
+from rltrain.weights.sync.sender import full_tensors
+from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket, BucketStream, Sender
 
 
 class PolicyWorker(Learner):

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from rltrain.data.vocabulary import check_ids
+from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.rollout.stop_strings import STOP_STRINGS
-from rltrain.rollout.types import Request, SamplingParams
 
 
 def check_length(request: Request, sampling: SamplingParams, max_model_len: int) -> None:

@@ -12,7 +12,7 @@ import ray
 
 from rltrain.actors.failures import Call as Wait
 from rltrain.actors.failures import answers, silent
-from rltrain.rollout.types import Request, Rollout, SamplingParams
+from rltrain.rollout.requests import Request, Rollout, SamplingParams
 
 QUEUED = 2
 """Of several engines each has at most so many times the requests it runs at once: where samples of

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
+from rltrain.actors.actor_log import take_output
 from rltrain.actors.failures import child_died
-from rltrain.actors.log import take_output
 from rltrain.batch import RouteRef
 from rltrain.rollout.completion import (
     check_length,
@@ -36,10 +36,10 @@ from rltrain.rollout.launch import (
     scheduler_args,
     stop_token_ids,
 )
+from rltrain.rollout.requests import Request, Rollout, SamplingParams
 from rltrain.rollout.route_store import store_routes
-from rltrain.rollout.types import Request, Rollout, SamplingParams
 from rltrain.routing.integrity import check_routes
-from rltrain.weights.transport import Bucket
+from rltrain.weights.sync.stream import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RolloutEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rltrain.weights import receiver
+        from rltrain.weights.sync import receiver
 
         check_version(vllm.__version__)
         self._source = f"vLLM {vllm.__version__}"
@@ -128,19 +128,19 @@ class RolloutEngine:
 
     async def devices(self) -> list[str]:
         """Of each vLLM worker: its GPU, by a name that other processes give it too, or "cpu"."""
-        from rltrain.weights import receiver
+        from rltrain.weights.sync import receiver
 
         return await self._unless_dead(receiver.devices(self._engine))
 
     async def join_group(self, file: str, first_rank: int, size: int, timeout_s: float) -> None:
         """Have the vLLM workers join the policy's rank 0, which will broadcast its weights."""
-        from rltrain.weights import receiver
+        from rltrain.weights.sync import receiver
 
         joining = receiver.join_group(self._engine, file, first_rank, size, timeout_s)
         await self._unless_dead(joining)
 
     async def start_weight_sync(self) -> None:
-        from rltrain.weights import receiver
+        from rltrain.weights.sync import receiver
 
         if requests := sum(map(len, self._in_flight.values())):
             raise RuntimeError(f"{requests} requests would see two versions of the weights")
@@ -148,13 +148,13 @@ class RolloutEngine:
         await self._unless_dead(receiver.start_sync(self._engine))
 
     async def load_weight_bucket(self, bucket: Bucket) -> None:
-        from rltrain.weights import receiver
+        from rltrain.weights.sync import receiver
 
         await self._unless_dead(receiver.load_bucket(self._engine, bucket))
 
     async def finish_weight_sync(self) -> int:
         """Put the new weights in use, forget cached prefixes; return the new weight version."""
-        from rltrain.weights import receiver
+        from rltrain.weights.sync import receiver
 
         await self._unless_dead(receiver.finish_sync(self._engine))
         self._syncing = False
@@ -178,7 +178,7 @@ class RolloutEngine:
 
     async def digest(self) -> dict[str, str]:
         """Digest by name of every parameter and buffer, in the engine's own storage format."""
-        from rltrain.weights import receiver
+        from rltrain.weights.sync import receiver
 
         return await self._unless_dead(receiver.engine_digest(self._engine))
 

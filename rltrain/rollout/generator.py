@@ -13,7 +13,7 @@ import torch
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.rollout.dispatch import Call, Dispatcher
-from rltrain.rollout.types import Prompt, Request, Rollout, SamplingParams, request_seed
+from rltrain.rollout.requests import Prompt, Request, Rollout, SamplingParams, request_seed
 from rltrain.routing.align import last_rows
 
 REQUESTS_PER_CALL = 64

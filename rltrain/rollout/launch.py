@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from rltrain.config.rollout import OLDEST_VLLM, RolloutConfig
 from rltrain.config.routing import Fallback
 from rltrain.routing.integrity import RouteShape
-from rltrain.weights.engine_fp8 import LOAD_FORMAT
+from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT
 
 ROUTE_SCHEDULER = "rltrain.rollout.route_scheduler.route_scheduler"
 ROUTE_SCHEDULER_VERSIONS = ">=0.26,<0.31"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from rltrain.data.prompts import Tokenizer
-from rltrain.rollout.types import Rollout
+from rltrain.rollout.requests import Rollout
 
 STOP_STRINGS = "stop_strings"
 """The key, in the ``extra_args`` of vLLM's sampling parameters, of a request's strings."""

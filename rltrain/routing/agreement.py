@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rltrain.routing.groups import score_groups, within_groups
+from rltrain.routing.expert_groups import score_groups, within_groups
 
 
 def num_shared(experts: Tensor, others: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def choice_margin(
     Args:
         scores: what the router compares, of all experts  # [S, E]
         topk, num_groups, group_topk: as Megatron's router has them
-        best: how many experts score a group (`rltrain.routing.groups.BEST_OF_GROUP`)
+        best: how many experts score a group (`rltrain.routing.expert_groups.BEST_OF_GROUP`)
 
     Returns:
         fp32, inf where no expert is left out  # [S]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rltrain.parallel.tokens import PAD, take
+from rltrain.parallel.token_layout import PAD, take
 from rltrain.routing.agreement import spread_experts
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rltrain.routing.groups import score_groups, within_groups
+from rltrain.routing.expert_groups import score_groups, within_groups
 
 NUM_BINS = 128
 """0 is no deficit; 1 is everything below the second edge; the last has no upper edge."""
@@ -58,7 +58,7 @@ def deficits(
         experts: ids to judge, distinct within a row, int64  # [S, K]
         gates: sigmoid gates without the bias  # [S, E]
         num_groups, group_topk: as Megatron's router has them
-        best: how many experts score a group (`rltrain.routing.groups.BEST_OF_GROUP`)
+        best: how many experts score a group (`rltrain.routing.expert_groups.BEST_OF_GROUP`)
     """
     scores, k = scores.float(), experts.shape[1]
     slopes, logits = None, scores

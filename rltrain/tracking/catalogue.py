@@ -513,7 +513,7 @@ PERFORMANCE = (
     _performance(
         "throughput/bound_tokens_per_second_per_gpu",
         "the same of a step that generates, scores once and updates at the card's limits, and does "
-        "nothing else; on cards of rltrain/tracking/roofline.py",
+        "nothing else; on cards of rltrain/planning/roofline.py",
         "-",
         "tokens/s",
     ),

@@ -18,12 +18,12 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from rltrain.planning.roofline import hint
 from rltrain.tracking.catalogue import SECTIONS
 from rltrain.tracking.charts import Line, heatmap, line_chart, stacked_bars
 from rltrain.tracking.gpus import Sample, read_gpus, timeline
 from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.metrics import find
-from rltrain.tracking.roofline import hint
 from rltrain.tracking.verdicts import Rows, column, scientific, verdicts
 
 SMOOTHING_WINDOW = 9

@@ -18,12 +18,12 @@ from rich.console import Console
 
 from rltrain.config.redact import redacted_text
 from rltrain.config.trainer import TrackingConfig
+from rltrain.planning.roofline import hint
 from rltrain.tracking.gpus import read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
 from rltrain.tracking.metrics import check
 from rltrain.tracking.progress import ProgressLine
 from rltrain.tracking.report import write_report
-from rltrain.tracking.roofline import hint
 from rltrain.tracking.wandb import WandbRun
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.policy.layout_models import QWEN3_LIKE
-from rltrain.weights.seeded import fill
+from rltrain.verification.layout_models import QWEN3_LIKE
+from rltrain.weights.mapping.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward
 
@@ -67,10 +67,10 @@ def test_bfloat16_is_normed_in_fp32(results: dict[str, dict[str, Tensor]]) -> No
 
 
 def run(rank: int, folder: Path) -> None:
-    from rltrain.policy import checkpoint
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy import model_checkpoint as checkpoint
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer, take_step
-    from rltrain.weights.sender import full_tensors
+    from rltrain.weights.sync.sender import full_tensors
 
     def in_layout(name: str, tp: int) -> None:
         parallel = ParallelConfig(tp=tp)
@@ -103,7 +103,7 @@ def run(rank: int, folder: Path) -> None:
 
 
 def build(mesh: Any, policy: PolicyConfig) -> list[Any]:
-    from rltrain.policy.model import build_model
+    from rltrain.policy.megatron.megatron_model import build_model
 
     return build_model(ARCH, policy, mesh, device=CPU, routing_replay=False)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.policy.layout_models import DEEPSEEK_LIKE, LATENT, MODELS
-from rltrain.weights.architecture import Architecture
+from rltrain.verification.layout_models import DEEPSEEK_LIKE, LATENT, MODELS
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.seeded import fill, seeded
+from rltrain.weights.mapping.seeded import fill, seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward
 
@@ -107,10 +107,10 @@ def run_cases(rank: int, folder: Path) -> None:
 
 
 def _run_case(rank: int, folder: Path, name: str, case: str) -> None:
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
-    from rltrain.policy.observe import whole_gradients
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer, take_step
-    from rltrain.weights.sender import full_tensors
+    from rltrain.verification.observation import whole_gradients
+    from rltrain.weights.sync.sender import full_tensors
 
     arch, (layout, options) = MODELS[name], CASES[case]
     init = rendezvous(folder, f"{name}.{case}")
@@ -142,7 +142,7 @@ def _run_case(rank: int, folder: Path, name: str, case: str) -> None:
 def build(
     mesh: Any, arch: Architecture, policy: PolicyConfig | None = None, **options: Any
 ) -> list[nn.Module]:
-    from rltrain.policy.model import build_model
+    from rltrain.policy.megatron.megatron_model import build_model
 
     chunks = build_model(
         arch, policy or PolicyConfig(), mesh, device=CPU, routing_replay=True, **options
@@ -153,7 +153,7 @@ def build(
 
 def check(rank: int, folder: Path) -> None:
     """All checks below, in one process and one world."""
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
 
     mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(folder, "one"), CPU)
     check_names(mesh)
@@ -221,8 +221,8 @@ def routing_rule(hidden: Any, weight: Any, bias: Any, arch: Architecture) -> Any
 
 
 def check_routing_rule(mesh: Any) -> None:
-    from rltrain.policy.model import decoder_routers
-    from rltrain.policy.replay import tapped
+    from rltrain.policy.megatron.megatron_model import decoder_routers
+    from rltrain.policy.passes.replay import tapped
 
     variants = [
         DEEPSEEK_LIKE,
@@ -307,7 +307,7 @@ def check_latent_attention(mesh: Any) -> None:
 
 def check_only_decoder_routers_replay(mesh: Any) -> None:
     """The same routes in the same places with MTP layers as without, and their routers at rest."""
-    from rltrain.policy.model import decoder_routers
+    from rltrain.policy.megatron.megatron_model import decoder_routers
 
     logits, grads = [], []
     for arch in (LATENT, WITH_MTP):
@@ -334,7 +334,7 @@ def _fail(*_: Any) -> None:
 
 
 def _replayed(mesh: Any, chunk: Any, routers: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    from rltrain.policy.replay import Target, tapped
+    from rltrain.policy.passes.replay import Target, tapped
 
     generator = torch.Generator().manual_seed(5)
     seen: dict[int, Tensor] = {}
@@ -376,7 +376,7 @@ def check_megatrons_own_mtp(mesh: Any) -> None:
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
-    from rltrain.policy import model
+    from rltrain.policy.megatron import megatron_model as model
 
     before = len(RouterReplay.global_router_replay_instances)
     config = model.transformer_config(
@@ -402,10 +402,10 @@ def check_megatrons_own_mtp(mesh: Any) -> None:
 
 def check_loading(mesh: Any, folder: Path) -> None:
     """A folder of such a model, the bias and the MTP layers too; what lacks one is refused."""
-    from rltrain.policy.model import build_model
-    from rltrain.weights.export import write_safetensors
-    from rltrain.weights.load import load_huggingface
-    from rltrain.weights.sender import full_tensors
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.weights.huggingface.export import write_safetensors
+    from rltrain.weights.huggingface.load import load_huggingface
+    from rltrain.weights.sync.sender import full_tensors
 
     arch, whole, lacking = WITH_MTP, folder / "whole", folder / "lacking"
     tensors = {t.name: seeded(t) for p in parameters(arch) for t in p.tensors}
@@ -437,11 +437,11 @@ def check_latent_queries_without_a_latent(mesh: Any) -> None:
 
 def check_sinks_and_biases_change_ranks(rank: int, folder: Path) -> None:
     """A checkpoint of gpt-oss that two ranks wrote, read by one."""
-    from rltrain.policy import checkpoint
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy import model_checkpoint as checkpoint
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer
-    from rltrain.weights.local import local_parameters
-    from rltrain.weights.placement import Placement
+    from rltrain.weights.mapping.grid import Placement
+    from rltrain.weights.mapping.local_parameters import local_parameters
 
     arch, path = MODELS["gpt-oss"], folder / "two ranks"
     path.mkdir(exist_ok=True)
@@ -466,11 +466,11 @@ def check_sinks_and_biases_change_ranks(rank: int, folder: Path) -> None:
 
 def check_checkpoints_are_whole(folder: Path) -> None:
     """Buffers and frozen layers are in them."""
-    from rltrain.policy import checkpoint
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy import model_checkpoint as checkpoint
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer
-    from rltrain.weights.local import local_parameters
-    from rltrain.weights.placement import Placement
+    from rltrain.weights.mapping.grid import Placement
+    from rltrain.weights.mapping.local_parameters import local_parameters
 
     mesh = init_mesh(ParallelConfig(), 0, 1, rendezvous(folder, "checkpoint"), CPU)
     (folder / "checkpoint").mkdir()

@@ -20,15 +20,15 @@ from benchmarks.convert import Memory, Silent, Size, make_model
 from rltrain.cli.app import main
 from rltrain.config import Config
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.policy.layout_models import MODELS
-from rltrain.weights import manifest
-from rltrain.weights.architecture import Architecture
-from rltrain.weights.export import export_checkpoint, write_safetensors
+from rltrain.verification.layout_models import MODELS
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters, read_architecture
-from rltrain.weights.import_checkpoint import import_huggingface
-from rltrain.weights.mtp import with_copies
-from rltrain.weights.seeded import seeded
-from rltrain.weights.stored import StoredModel
+from rltrain.weights.huggingface import manifest
+from rltrain.weights.huggingface.export import export_checkpoint, write_safetensors
+from rltrain.weights.huggingface.import_checkpoint import import_huggingface
+from rltrain.weights.huggingface.stored_model import StoredModel
+from rltrain.weights.mapping.mtp import with_copies
+from rltrain.weights.mapping.seeded import seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -76,7 +76,7 @@ def load(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each model, imported and exported; then what two ranks make of it in two layouts."""
-    from rltrain.policy.stored import stored_model
+    from rltrain.policy.megatron.checkpoint_probe import stored_model
 
     folder = tmp_path_factory.mktemp("convert")
     for name in NAMES:
@@ -104,11 +104,11 @@ def compare_and_save(rank: int, root: Path) -> None:
     Then a checkpoint as a run would save it, with the optimizer's state.
     """
     from rltrain.config.optimizer import OptimizerConfig
-    from rltrain.policy import checkpoint
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
-    from rltrain.policy.model import build_model
+    from rltrain.policy import model_checkpoint as checkpoint
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer
-    from rltrain.weights.load import load_huggingface
+    from rltrain.weights.huggingface.load import load_huggingface
 
     for name in NAMES:
         for layout, parallel in LAYOUTS.items():
@@ -338,7 +338,7 @@ def stay_small(root: Path, out: Path) -> None:
 
 def test_memory_is_that_of_a_file(tmp_path: Path) -> None:
     """150 MB in files of 15; the largest parameter, the embedding, has 8 MB."""
-    from rltrain.policy.stored import stored_model
+    from rltrain.policy.megatron.checkpoint_probe import stored_model
 
     size = Size(layers=4, hidden=512, experts=16, expert_size=768, vocab_size=8192, shard_mib=16)
     arch = make_model(tmp_path / "source", size)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import pack, plan_step
-from rltrain.policy.pass_file import relative_error
+from rltrain.verification.pass_file import relative_error
 from tests.distributed import tiny_families
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
@@ -209,13 +209,13 @@ def _worker(rank: int, folder: Path, name: str, case: Case, config: Config) -> "
 
 
 def _leave() -> None:
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
 
     destroy_mesh()
 
 
 def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> dict[str, Tensor]:
-    from rltrain.policy.observe import whole_gradients
+    from rltrain.verification.observation import whole_gradients
 
     reference, batch, mesh = (
         load_file(folder / f"{case.model}.safetensors"),
@@ -280,7 +280,7 @@ def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> di
 
 def _check_parts(worker: "CriticWorker") -> None:
     """No router can replay, and none is asked to; nothing predicts further tokens."""
-    from rltrain.policy.model import decoder_routers
+    from rltrain.policy.megatron.megatron_model import decoder_routers
 
     routers = [r for chunk in worker.chunks for r in decoder_routers(chunk).values()]
     assert all(router.router_replay is None for router in routers)
@@ -292,10 +292,10 @@ def _check_parts(worker: "CriticWorker") -> None:
 
 def _check_imported_weights(folder: Path, worker: "CriticWorker") -> None:
     """A critic's trunk comes from a checkpoint of the policy's, too; its head stays as it is."""
-    from rltrain.policy import checkpoint
-    from rltrain.policy.model import build_model
+    from rltrain.policy import model_checkpoint as checkpoint
+    from rltrain.policy.megatron.megatron_model import build_model
     from rltrain.weights.families import read_architecture
-    from rltrain.weights.load import load_huggingface
+    from rltrain.weights.huggingface.load import load_huggingface
 
     path, arch = folder / MOE, read_architecture(folder / MOE)
     options = {"device": worker.device, "routing_replay": False, "ddp": False}
@@ -316,7 +316,7 @@ def _check_imported_weights(folder: Path, worker: "CriticWorker") -> None:
 
 
 def _parameters(worker: "CriticWorker", prefix: str) -> dict[str, Tensor]:
-    from rltrain.weights.sender import full_tensors
+    from rltrain.weights.sync.sender import full_tensors
 
     named = full_tensors(worker.chunks, worker.arch, worker.mesh, torch.float32)
     found = {f"{prefix}{name}": value.clone() for name, value in named}

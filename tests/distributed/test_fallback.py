@@ -21,7 +21,7 @@ def test_missing_rows(tmp_path: Path) -> None:
 
 
 def check(rank: int, folder: Path) -> None:
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     cpu = torch.device("cpu")
@@ -69,7 +69,7 @@ def routers(worker: Any) -> dict[int, Any]:
 
 def passed(worker: Any, plan: list[list[int]]) -> Any:
     """What the routers do in a pass that replays as an update would."""
-    from rltrain.policy.passes import score
+    from rltrain.policy.passes.passes import score
 
     shard = worker._replaying(worker._shard(), "rollout")
     cuts = worker._cut(plan, shard)

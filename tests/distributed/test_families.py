@@ -45,12 +45,12 @@ def run_layouts(rank: int, root: Path) -> None:
 
 def run_one(rank: int, root: Path, name: str, layout: str) -> None:
     """Load, one pass, gradients; export where there is one rank."""
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
-    from rltrain.policy.model import build_model
-    from rltrain.policy.observe import whole_gradients
-    from rltrain.weights.export import write_huggingface
-    from rltrain.weights.load import load_huggingface
-    from rltrain.weights.sender import full_tensors
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
+    from rltrain.verification.observation import whole_gradients
+    from rltrain.weights.huggingface.export import write_huggingface
+    from rltrain.weights.huggingface.load import load_huggingface
+    from rltrain.weights.sync.sender import full_tensors
 
     parallel, folder = LAYOUTS[layout], root / name
     arch = read_architecture(folder / "model")

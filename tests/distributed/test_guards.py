@@ -27,7 +27,7 @@ def test_one_rank(tmp_path: Path) -> None:
 
 def check(rank: int, folder: Path) -> None:
     """All checks below, in one process and one world."""
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
 
     mesh = init_mesh(ParallelConfig(), 0, 1, rendezvous(folder, "one"), CPU)
     for checked in CHECKS:
@@ -36,7 +36,7 @@ def check(rank: int, folder: Path) -> None:
 
 
 def build(mesh: Any, arch: Any = ARCH, routing_replay: bool = True, **megatron_args: Any) -> Any:
-    from rltrain.policy.model import build_model
+    from rltrain.policy.megatron.megatron_model import build_model
 
     policy = PolicyConfig(megatron_args=megatron_args)
     [chunk] = build_model(arch, policy, mesh, device=CPU, routing_replay=routing_replay, ddp=False)
@@ -74,7 +74,7 @@ def check_what_cannot_replay_is_not_built(mesh: Any) -> None:
 
 def check_crossed_messages_are_refused(mesh: Any) -> None:
     """Whoever asks for several chunks a stage; here the guard alone, since one stage has one."""
-    import rltrain.policy.model as model
+    import rltrain.policy.megatron.megatron_model as model
 
     called = []
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +93,7 @@ def check_bare_routers_are_not_built(mesh: Any) -> None:
 
 def gates(chunk: Any, hidden: Tensor) -> Tensor:
     """What layer 2's router makes of the replayed experts 0 and 1."""
-    from rltrain.policy.replay import Target, tapped
+    from rltrain.policy.passes.replay import Target, tapped
 
     router = chunk.decoder.layers[2].mlp.router
     with torch.no_grad():

@@ -15,8 +15,8 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.policy.pass_file import relative_error
-from rltrain.weights.seeded import fill
+from rltrain.verification.pass_file import relative_error
+from rltrain.weights.mapping.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import ARCH, LENGTHS, Layout, forward_backward, sequences
 
@@ -63,11 +63,12 @@ def compare(rank: int, folder: Path) -> None:
 def _errors(
     rank: int, folder: Path, parallel: ParallelConfig, tied: bool, params: str
 ) -> dict[str, float]:
-    from rltrain.policy import logprobs, passes
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
-    from rltrain.policy.micro_batch import cut
-    from rltrain.policy.model import build_model
-    from rltrain.policy.observe import observe, whole_gradients
+    from rltrain.policy.logprobs import logprobs
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.passes import passes
+    from rltrain.policy.passes.micro_batch import cut
+    from rltrain.verification.observation import observe, whole_gradients
 
     cpu, arch = torch.device("cpu"), replace(ARCH, tie_embeddings=tied)
     policy = PolicyConfig.model_validate(

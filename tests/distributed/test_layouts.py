@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.policy.pass_file import relative_error
-from rltrain.weights.seeded import fill
+from rltrain.verification.pass_file import relative_error
+from rltrain.weights.mapping.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import ARCH, LENGTHS, Layout, forward_backward
 
@@ -69,11 +69,11 @@ def run_layouts(rank: int, folder: Path) -> None:
 
 
 def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
-    from rltrain.policy.model import build_model
-    from rltrain.policy.observe import whole_gradients
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer, take_step
-    from rltrain.weights.sender import full_tensors
+    from rltrain.verification.observation import whole_gradients
+    from rltrain.weights.sync.sender import full_tensors
 
     cpu = torch.device("cpu")
     policy = PolicyConfig(parallel=layout.parallel)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
-from rltrain.policy.layout_models import MODELS
-from rltrain.weights.architecture import Architecture
-from rltrain.weights.seeded import fill
+from rltrain.verification.layout_models import MODELS
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.mapping.seeded import fill
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import ARCH, Layout, forward_backward
 
@@ -26,7 +26,7 @@ DENSE = replace(
 
 def check(rank: int, folder: Path) -> None:
     """All checks below, in one process and one world."""
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
 
     with pytest.raises(ValueError, match="needs tp\\*pp\\*cp\\*dp=2 ranks, found 1"):
         init_mesh(ParallelConfig(dp=2), 0, 1, rendezvous(folder, "wrong"), CPU)
@@ -41,7 +41,7 @@ def test_one_rank(tmp_path: Path) -> None:
 
 
 def build(mesh: Any, arch: Architecture = ARCH, **options: Any) -> list[nn.Module]:
-    from rltrain.policy.model import build_model
+    from rltrain.policy.megatron.megatron_model import build_model
 
     keywords = {k: options.pop(k) for k in ("ddp", "freeze_router") if k in options}
     policy = PolicyConfig(**options)
@@ -83,7 +83,7 @@ def check_names(mesh: Any) -> None:
 
 def check_no_setting_is_read_past(mesh: Any) -> None:
     """What the builder never looks at, it cannot build."""
-    from rltrain.policy.model import build_model
+    from rltrain.policy.megatron.megatron_model import build_model
 
     read: set[str] = set()
 
@@ -106,7 +106,7 @@ def check_no_setting_is_read_past(mesh: Any) -> None:
 
 
 def check_routers(mesh: Any) -> None:
-    from rltrain.policy.model import decoder_routers
+    from rltrain.policy.megatron.megatron_model import decoder_routers
 
     [chunk] = build(mesh)
     routers = decoder_routers(chunk)
@@ -118,7 +118,7 @@ def check_routers(mesh: Any) -> None:
 
 
 def check_weights_are_nan_until_loaded(mesh: Any) -> None:
-    from rltrain.policy.model import build_model
+    from rltrain.policy.megatron.megatron_model import build_model
 
     chunks = build_model(ARCH, PolicyConfig(), mesh, device=CPU, routing_replay=False)
     weights = [p for p in chunks[0].parameters() if p.ndim == 2]

@@ -24,12 +24,12 @@ from torch import Tensor
 from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config import Config
+from rltrain.controller.cluster.worker_group import _add
 from rltrain.controller.step_metrics import update_metrics
-from rltrain.controller.worker_group import _add
 from rltrain.data.packing import StepPlan, plan_step
-from rltrain.policy.pass_file import relative_error
 from rltrain.policy.types import Updated
 from rltrain.routing.align import last_rows
+from rltrain.verification.pass_file import relative_error
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 from tests.unit.algorithms import reference
@@ -223,7 +223,7 @@ def _layouts() -> Iterator[dict[str, int]]:
 def _run_layout(
     rank: int, folder: Path, parallel: dict[str, int], cuts: dict[str, Cut], world: str
 ) -> None:
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.optimizer import build_optimizer
     from rltrain.policy.worker import PolicyWorker
 
@@ -251,8 +251,8 @@ def _run_layout(
 
 def _run_case(worker: Any, cut: Cut) -> tuple[dict[str, Tensor], Updated | None]:
     """One update, and what it computed in the order of the saved batch."""
-    from rltrain.policy.observe import whole_gradients
-    from rltrain.weights.sender import full_tensors
+    from rltrain.verification.observation import whole_gradients
+    from rltrain.weights.sync.sender import full_tensors
 
     mesh, algorithm, saved = worker.mesh, worker.config.algorithm, saved_batch()
     assert saved.loss_mask is not None and saved.old_logprobs is not None
@@ -298,7 +298,7 @@ def _watched_update(
     worker: Any, plan: StepPlan, fields: dict[str, Tensor]
 ) -> tuple[Updated | None, dict[str, Tensor | None]]:
     """`PolicyWorker.update`, with what the objective was given and the gradient it returned."""
-    from rltrain.policy.passes import ModelOnMesh
+    from rltrain.policy.passes.passes import ModelOnMesh
 
     kept: list[tuple[Tensor, Tensor]] = []
 

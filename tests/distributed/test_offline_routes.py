@@ -11,7 +11,7 @@ import torch
 
 from rltrain.cli.app import main
 from rltrain.routing.codec import decode
-from rltrain.routing.routes import Routes
+from rltrain.verification.routes_file import Routes
 
 pytestmark = pytest.mark.integration
 

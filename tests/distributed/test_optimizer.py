@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import plan_step
-from rltrain.policy.pass_file import relative_error
+from rltrain.verification.pass_file import relative_error
 from tests.distributed.run_ranks import asked_for, rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -226,7 +226,7 @@ def run_cases(rank: int, folder: Path, names: list[str]) -> None:
 
 
 def _run_case(rank: int, folder: Path, name: str, config: Config) -> dict[str, Tensor]:
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     case = CASES[name]
@@ -250,7 +250,7 @@ def _run_case(rank: int, folder: Path, name: str, config: Config) -> dict[str, T
 
 def _step(worker: Any, batch: Batch) -> Iterator[dict[str, Tensor]]:
     """What each update tells and leaves."""
-    from rltrain.weights.sender import full_tensors
+    from rltrain.weights.sync.sender import full_tensors
 
     mesh = worker.mesh
     multiple_of = worker.config.policy.parallel.micro_batch_multiple

@@ -50,8 +50,8 @@ def run_both(rank: int, folder: Path) -> None:
 
 
 def run_one(rank: int, folder: Path, overlap: bool) -> None:
-    from rltrain.policy import model
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron import megatron_model as model
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     config = Config.model_validate(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.parallel.layers import Pipeline
-from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
+from rltrain.parallel.layer_map import Pipeline
+from rltrain.parallel.token_layout import PAD, TokenGrid, layout_tokens
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
 pytestmark = pytest.mark.integration

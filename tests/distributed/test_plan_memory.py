@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.policy.layout_models import DEEPSEEK_LIKE, LATENT, MODELS, QWEN3_LIKE
-from rltrain.weights.architecture import Architecture
+from rltrain.verification.layout_models import DEEPSEEK_LIKE, LATENT, MODELS, QWEN3_LIKE
+from rltrain.weights.architecture.decoder import Architecture
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
 pytestmark = pytest.mark.integration
@@ -118,7 +118,7 @@ def test_activations_and_logits_are_near_the_peak_of_an_update(
 
 
 def measure(rank: int, folder: Path) -> None:
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
 
     for kind, cases, of in (("rank", STATES, states_of), ("peak", PEAKS, peak_of)):
         for name, case in cases.items():
@@ -131,7 +131,7 @@ def measure(rank: int, folder: Path) -> None:
 
 
 def build(case: Case, mesh: Any) -> tuple[Any, Any]:
-    from rltrain.policy.model import build_model
+    from rltrain.policy.megatron.megatron_model import build_model
     from rltrain.policy.optimizer import build_optimizer
 
     config = case.config
@@ -148,10 +148,10 @@ def build(case: Case, mesh: Any) -> tuple[Any, Any]:
 
 
 def states_of(case: Case, mesh: Any) -> dict[str, Any]:
-    from rltrain.policy.memory import count, data_parallel, expert_data_parallel, states
-    from rltrain.weights.local import local_parameters
-    from rltrain.weights.placement import Placement
-    from rltrain.weights.share import held_by
+    from rltrain.planning.policy_memory import count, data_parallel, expert_data_parallel, states
+    from rltrain.weights.mapping.grid import Placement
+    from rltrain.weights.mapping.local_parameters import local_parameters
+    from rltrain.weights.mapping.rank_share import held_by
 
     chunks, optimizer = build(case, mesh)
     parallel, arch = case.config.policy.parallel, case.arch
@@ -211,10 +211,10 @@ def state_bytes(optimizer: Any) -> int:
 def peak_of(case: Case, mesh: Any) -> dict[str, Any]:
     """Micro-batches of equal length through forward and backward pass, as in an update."""
     from rltrain.algorithms.objective import Sums
-    from rltrain.policy.memory import passes
-    from rltrain.policy.micro_batch import MicroBatch, cut
-    from rltrain.policy.passes import ModelOnMesh, accumulate
-    from rltrain.weights.seeded import fill
+    from rltrain.planning.policy_memory import passes
+    from rltrain.policy.passes.micro_batch import MicroBatch, cut
+    from rltrain.policy.passes.passes import ModelOnMesh, accumulate
+    from rltrain.weights.mapping.seeded import fill
     from tests.distributed.live_bytes import LiveBytes
 
     def objective(mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:

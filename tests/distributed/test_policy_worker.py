@@ -21,9 +21,9 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import pack, plan_step
-from rltrain.policy.pass_file import relative_error
 from rltrain.routing.align import last_rows
-from rltrain.weights.broadcast import BroadcastReceiver, Group
+from rltrain.verification.pass_file import relative_error
+from rltrain.weights.sync.broadcast import BroadcastReceiver, Group
 from tests.distributed.run_ranks import asked_for, rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -190,10 +190,10 @@ def run_cases(rank: int, folder: Path, names: list[str]) -> None:
 
 
 def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) -> None:
-    from rltrain.policy.mesh import destroy_mesh
-    from rltrain.policy.observe import whole_gradients
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
-    from rltrain.weights.sender import full_tensors
+    from rltrain.verification.observation import whole_gradients
+    from rltrain.weights.sync.sender import full_tensors
 
     cpu = torch.device("cpu")
     worker = PolicyWorker(config, rank, rendezvous(folder, name), str(folder / case.model), cpu)

@@ -17,8 +17,8 @@ def test_every_dtype_is_gathered_in_the_order_of_the_ranks(tmp_path: Path) -> No
 
 
 def gather(rank: int, folder: Path) -> None:
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
-    from rltrain.policy.passes import _all_gather
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
+    from rltrain.policy.passes.passes import _all_gather
 
     init = rendezvous(folder, "world")
     mesh = init_mesh(ParallelConfig(tp=2, cp=2), rank, 4, init, torch.device("cpu"))

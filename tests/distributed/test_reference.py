@@ -25,7 +25,7 @@ def test_it_stays_what_it_was_refreshed_to(tmp_path: Path) -> None:
 
 
 def check(rank: int, folder: Path) -> None:
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     batch, cpu = saved_batch(), torch.device("cpu")

@@ -18,7 +18,7 @@ from tests.distributed.test_policy_worker import BUDGET, LENGTHS, saved_batch
 from tests.distributed.tiny_folder import save_tiny_moe
 
 if TYPE_CHECKING:  # it imports Megatron, which only the ranks need
-    from rltrain.policy.residency import Part
+    from rltrain.policy.offload import Part
     from rltrain.policy.worker import PolicyWorker
 
 pytestmark = pytest.mark.integration
@@ -56,7 +56,7 @@ def run_all(rank: int, folder: Path) -> None:
 
 
 def run_one(rank: int, folder: Path, precision: str, *, moves: bool) -> None:
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     name = f"{precision}.{'moved' if moves else 'stayed'}"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rltrain.cli.verify import Result, head, judged, line, run, verify
 from rltrain.config.policy import ParallelConfig
-from rltrain.policy.layout_case import FULL, LAYOUTS, MOE, Case, whole_product
-from rltrain.policy.layout_row import Row
+from rltrain.verification.layout_case import FULL, LAYOUTS, MOE, Case, whole_product
+from rltrain.verification.layout_row import Row
+from rltrain.verification.verify_command import Result, head, judged, line, run, verify
 
 SHORT = [
     Case(ParallelConfig(dp=2, cp=2, ep=4), seq_lens=(17,), options=FULL),

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.weights.architecture import Architecture
-from rltrain.weights.engine_fp8 import fp8_config
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
-from rltrain.weights.placement import Grid
+from rltrain.weights.mapping.grid import Grid
+from rltrain.weights.sync.engine_fp8 import fp8_config
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -109,8 +109,8 @@ def export(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> None:
-    from rltrain.weights.export import write_huggingface
-    from rltrain.weights.sender import full_tensors
+    from rltrain.weights.huggingface.export import write_huggingface
+    from rltrain.weights.sync.sender import full_tensors
 
     tensors = full_tensors(chunks, arch, mesh, dtype)
     write_huggingface(path, source, tensors, arch, dtype, **options)
@@ -120,9 +120,9 @@ def load_run_export(rank: int, root: Path) -> None:
     """On one rank: load each model, run it on the packed tokens, export it."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from rltrain.policy.mesh import init_mesh
-    from rltrain.policy.model import build_model
-    from rltrain.weights.load import load_huggingface
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.megatron.mesh import init_mesh
+    from rltrain.weights.huggingface.load import load_huggingface
 
     cpu = torch.device("cpu")
     mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(root, "one"), cpu)
@@ -210,10 +210,10 @@ def test_export_in_fp8_and_what_comes_of_it(folder: Path, name: str) -> None:
 
 def gather_everywhere(rank: int, root: Path) -> None:
     """On four ranks: in every layout each rank gathers the original, bit by bit."""
-    from rltrain.policy.mesh import destroy_mesh, init_mesh
-    from rltrain.policy.model import build_model
-    from rltrain.weights.load import load_huggingface
-    from rltrain.weights.sender import full_tensors
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
+    from rltrain.weights.huggingface.load import load_huggingface
+    from rltrain.weights.sync.sender import full_tensors
 
     cpu = torch.device("cpu")
     for name, case in CASES.items():

@@ -20,7 +20,7 @@ from torch import Tensor
 from rltrain.batch import Batch, RouteRef
 from rltrain.config import Config
 from rltrain.config.routing import RoutingReplayConfig
-from rltrain.controller.route_gate import flip_metrics, narrow_bins, wrong_routes
+from rltrain.controller.checks.route_gate import flip_metrics, narrow_bins, wrong_routes
 from rltrain.controller.stages import check_overlap
 from rltrain.policy.types import Agreement
 from rltrain.routing.agreement import num_shared, spread_experts
@@ -291,7 +291,7 @@ def test_a_reference_is_scored_on_the_actors_routes_where_asked(found: dict[str,
 
 
 def run_faults(rank: int, folder: Path) -> None:
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     cpu = torch.device("cpu")
@@ -300,7 +300,9 @@ def run_faults(rank: int, folder: Path) -> None:
     found = _gated(worker) | {"tenths": _tenths(worker)} | {"reference": _reference(worker)}
     with pytest.MonkeyPatch.context() as patch:
         # The store itself is tested with Ray in tests/integration/test_route_store.py.
-        patch.setattr("rltrain.policy.routes.ray.get", lambda held: [h.array for h in held])
+        patch.setattr(
+            "rltrain.policy.passes.fetch_routes.ray.get", lambda held: [h.array for h in held]
+        )
         found |= _checked(worker)
     destroy_mesh()
     (folder / "found.json").write_text(json.dumps(found))
@@ -343,7 +345,7 @@ def _measured(worker: Any, routes: Any) -> dict[int, int]:
 
 def _gated(worker: Any) -> dict[str, Any]:
     """With routes as tensors, which bring no checksums."""
-    from rltrain.policy.model import decoder_routers
+    from rltrain.policy.megatron.megatron_model import decoder_routers
 
     true = _native_routes(worker)
     found = {"true": _measured(worker, true)}

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rltrain.config.policy import ParallelConfig
-from rltrain.policy.layout_case import SEQ_LENS
-from rltrain.policy.layout_models import QWEN3_LIKE
+from rltrain.verification.layout_case import SEQ_LENS
+from rltrain.verification.layout_models import QWEN3_LIKE
 
 if TYPE_CHECKING:  # it imports Megatron, which only the ranks need
-    from rltrain.policy.mesh import Mesh
+    from rltrain.policy.megatron.mesh import Mesh
 
 # The model of `rltrain verify`, with a dense layer between two with experts.
 ARCH = replace(QWEN3_LIKE, num_layers=3, moe_layers=(0, 2))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from rltrain.policy.logprobs import Vocabulary, logprobs_of_hidden
+from rltrain.policy.logprobs.logprobs import Vocabulary, logprobs_of_hidden
 
 SLOTS, HIDDEN, REAL, PADDED = 1000, 256, 5003, 5008
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from rltrain.controller.noise import Precision, bound_for
+from rltrain.controller.checks.precision_bounds import Precision, bound_for
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 256, "head_dim": 64, "expert_size": 128, "warm_start.steps": 100}

@@ -110,7 +110,7 @@ def run(folder: Path) -> None:
         init = rendezvous(folder, recompute)
         worker = PolicyWorker(config, 0, init, str(folder / "model"), device)
         check(worker, reruns=recompute == "full")
-        from rltrain.policy.mesh import destroy_mesh
+        from rltrain.policy.megatron.mesh import destroy_mesh
 
         destroy_mesh()
 

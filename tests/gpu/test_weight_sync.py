@@ -62,9 +62,9 @@ def send(pipe: Connection, folder: Path, carrier: str, number: int) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from rltrain.weights.broadcast import BroadcastSender, Group
-    from rltrain.weights.cuda_ipc import IpcSender
-    from rltrain.weights.transport import BucketStream
+    from rltrain.weights.sync.broadcast import BroadcastSender, Group
+    from rltrain.weights.sync.cuda_ipc import IpcSender
+    from rltrain.weights.sync.stream import BucketStream
 
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
@@ -99,7 +99,7 @@ def send(pipe: Connection, folder: Path, carrier: str, number: int) -> None:
 def engine_on(folder: Path, mode: str, *, sleeps: bool) -> Any:
     from vllm import LLM
 
-    from rltrain.weights import receiver
+    from rltrain.weights.sync import receiver
 
     return LLM(
         model=str(folder),
@@ -185,7 +185,7 @@ def sync(engine: Any, pipe: Connection, seed: int) -> int:
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    from rltrain.weights.digest import check_same
+    from rltrain.weights.sync.digest import check_same
 
     check_same(found["digest"], expected["digest"])
     assert found["tokens"] == expected["tokens"], "other tokens than a fresh engine"

@@ -28,8 +28,8 @@ from vllm.model_executor.layers import rotary_embedding
 
 from rltrain.patches import vllm as vllm_patches
 from rltrain.routing.codec import encode
-from rltrain.routing.routes import Routes
-from rltrain.weights.architecture import Architecture
+from rltrain.verification.routes_file import Routes
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
 
 NUM_PROMPTS = 32

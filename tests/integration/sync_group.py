@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from vllm import LLM
 
-from rltrain.weights.broadcast import Group
+from rltrain.weights.sync.broadcast import Group
 
 CPU = torch.device("cpu")
 

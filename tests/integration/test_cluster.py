@@ -11,11 +11,11 @@ from typing import Any, Literal
 import pytest
 import ray
 
+from rltrain.actors.actor_log import FOLDER, LOG, take_output
 from rltrain.actors.failures import ActorFailed, Call, answers
-from rltrain.actors.log import FOLDER, LOG, take_output
 from rltrain.config import Config
-from rltrain.controller.cluster import OVERRIDE_ON_ZERO, reserve
-from rltrain.controller.placement import place
+from rltrain.controller.cluster.ray_cluster import OVERRIDE_ON_ZERO, reserve
+from rltrain.planning.placement import place
 
 pytestmark = pytest.mark.integration
 GPUS = ("4", "5", "6", "7")

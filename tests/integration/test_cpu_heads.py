@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from rltrain.controller.engine_shapes import CPU_ATTENTION, UNLISTED, cpu_head_sizes
+from rltrain.controller.checks.engine_shapes import CPU_ATTENTION, UNLISTED, cpu_head_sizes
 
 pytestmark = [
     pytest.mark.integration,

@@ -10,11 +10,11 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller import checkpoint
-from rltrain.controller.cluster import Cluster
-from rltrain.controller.critic_group import CriticGroup
-from rltrain.controller.placement import Placement
-from rltrain.controller.policy_group import PolicyGroup
+from rltrain.controller import run_checkpoint as checkpoint
+from rltrain.controller.cluster.critic_group import CriticGroup
+from rltrain.controller.cluster.policy_group import PolicyGroup
+from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.planning.placement import Placement
 from tests.distributed.tiny_folder import save_tiny_moe
 
 pytestmark = pytest.mark.integration

@@ -25,7 +25,7 @@ def score(response, answer, **columns):
     raise KeyError('no such grade')
 """
 LOSS = """
-from rltrain.algorithms.losses.inputs import TokenLoss
+from rltrain.algorithms.losses.loss_inputs import TokenLoss
 
 
 def biased(inputs):

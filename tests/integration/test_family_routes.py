@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.config.policy import ParallelConfig, PolicyConfig
-from rltrain.routing.difference import Difference, compare_routes
-from rltrain.routing.routes import Routes
+from rltrain.verification.routes_difference import Difference, compare_routes
+from rltrain.verification.routes_file import Routes
 from rltrain.weights.families import read_architecture
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_families import BF16_ALONE, WITH_EXPERTS, make
@@ -56,11 +56,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export_models(rank: int, root: Path) -> None:
     """``model/``, which the engines start from, is what rltrain exports of what was made."""
-    from rltrain.policy.mesh import init_mesh
-    from rltrain.policy.model import build_model
-    from rltrain.weights.export import write_huggingface
-    from rltrain.weights.load import load_huggingface
-    from rltrain.weights.sender import full_tensors
+    from rltrain.policy.megatron.megatron_model import build_model
+    from rltrain.policy.megatron.mesh import init_mesh
+    from rltrain.weights.huggingface.export import write_huggingface
+    from rltrain.weights.huggingface.load import load_huggingface
+    from rltrain.weights.sync.sender import full_tensors
 
     cpu = torch.device("cpu")
     mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(root, "export"), cpu)
@@ -77,8 +77,8 @@ def export_models(rank: int, root: Path) -> None:
 
 def make_passes(rank: int, root: Path) -> None:
     """``PASS.pass.safetensors`` and ``PASS.recorded.safetensors`` of every family."""
-    from rltrain.policy.mesh import destroy_mesh
-    from rltrain.policy.offline import Task, run_task
+    from rltrain.policy.megatron.mesh import destroy_mesh
+    from rltrain.verification.offline_pass import Task, run_task
 
     for name in WITH_EXPERTS:
         folder = root / name
@@ -113,7 +113,7 @@ class Mismatch:
 
 def differences(folder: Path, made: str, dtype: str) -> Tensor:
     """Of every sampled token's log-probability, policy less engine."""
-    from rltrain.policy.pass_file import Pass
+    from rltrain.verification.pass_file import Pass
 
     found = Pass.load(folder / f"{made}.pass.safetensors")
     expected = load_file(folder / f"{dtype}.logprobs.safetensors")["logprobs"]

@@ -30,15 +30,15 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-from rltrain.weights import receiver
-from rltrain.weights.broadcast import BroadcastSender
-from rltrain.weights.digest import check_same
-from rltrain.weights.engine_fp8 import LOAD_FORMAT, fp8_config, in_fp8
 from rltrain.weights.families import read_architecture
-from rltrain.weights.files import SINGLE
-from rltrain.weights.load import read_tensors
-from rltrain.weights.quantized import quantize
-from rltrain.weights.transport import BucketStream
+from rltrain.weights.huggingface.load import read_tensors
+from rltrain.weights.huggingface.quantized import quantize
+from rltrain.weights.huggingface.tensor_files import SINGLE
+from rltrain.weights.sync import receiver
+from rltrain.weights.sync.broadcast import BroadcastSender
+from rltrain.weights.sync.digest import check_same
+from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT, fp8_config, in_fp8
+from rltrain.weights.sync.stream import BucketStream
 from tests.distributed.tiny_families import make
 from tests.integration.sync_group import CPU, join
 

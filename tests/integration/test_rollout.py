@@ -20,17 +20,17 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from rltrain.actors.failures import ActorFailed
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.policy.routes import fetch_routes
+from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.dispatch import Call, Dispatcher
 from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.generator import Generator, build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
+from rltrain.rollout.requests import Request, Rollout, SamplingParams
 from rltrain.rollout.route_store import RouteStore
 from rltrain.rollout.stop_strings import response_texts
-from rltrain.rollout.types import Request, Rollout, SamplingParams
 from rltrain.routing.integrity import RouteShape
-from rltrain.weights.broadcast import BroadcastSender, Group
-from rltrain.weights.transport import BucketStream
+from rltrain.weights.sync.broadcast import BroadcastSender, Group
+from rltrain.weights.sync.stream import BucketStream
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 

@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from rltrain.policy.routes import fetch_routes
+from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.launch import RouteCapture
 from rltrain.rollout.route_store import RouteStore, store_routes
 from rltrain.routing.codec import decode

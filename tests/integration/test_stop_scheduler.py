@@ -109,7 +109,7 @@ def engine(folder: Path, *, routes: bool) -> Any:
 def answers(llm: Any, stops: list[str]) -> list[dict[str, Any]]:
     """To one request after the other: alone each is computed in the same way, cut or not."""
     from rltrain.rollout.completion import sampled_logprobs, stop_string, vllm_params
-    from rltrain.rollout.types import Request, SamplingParams
+    from rltrain.rollout.requests import Request, SamplingParams
 
     found = []
     sampling = SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS, stop=tuple(stops))

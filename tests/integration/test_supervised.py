@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rltrain.cli.app import main as rltrain
-from rltrain.config.files import load
-from rltrain.controller import checkpoint
+from rltrain.config.saved_config import load
+from rltrain.controller import run_checkpoint as checkpoint
 from rltrain.data.problems import problems_of
 from rltrain.data.targets import with_targets
 from rltrain.data.tokenizer import tiny_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.routing.routes import Routes
+from rltrain.verification.routes_file import Routes
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_families import make
 from tests.integration.family_engine import PROMPT_TOKENS
@@ -42,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def score_samples(rank: int, folder: Path) -> None:
     """What was sampled at each temperature, scored by a worker at that one and at 1."""
-    from rltrain.policy.mesh import destroy_mesh
+    from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.policy.worker import PolicyWorker
 
     for temperature in (*TEMPERATURES, UNSCALED):

@@ -30,11 +30,11 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.patches import vllm as vllm_patches
-from rltrain.weights import receiver
-from rltrain.weights.broadcast import BroadcastSender, Group
-from rltrain.weights.digest import check_same
-from rltrain.weights.flat_buffers import FlatSlots, checksum
-from rltrain.weights.transport import Bucket, BucketStream, TensorEntry
+from rltrain.weights.sync import receiver
+from rltrain.weights.sync.broadcast import BroadcastSender, Group
+from rltrain.weights.sync.digest import check_same
+from rltrain.weights.sync.flat_buffers import FlatSlots, checksum
+from rltrain.weights.sync.stream import Bucket, BucketStream, TensorEntry
 from tests.distributed.tiny_families import make
 from tests.integration.sync_group import CPU, join
 

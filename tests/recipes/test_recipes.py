@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rltrain.cli.plan import plan
-from rltrain.config.groups import conf_folder, find_groups
+from rltrain.cli.plan_command import plan
+from rltrain.config.hydra_groups import conf_folder, find_groups
 from rltrain.main import compose
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ def test_the_import_contract_holds() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("module", ["rltrain", "rltrain.config", "rltrain.config.groups"])
+@pytest.mark.parametrize("module", ["rltrain", "rltrain.config", "rltrain.config.hydra_groups"])
 def test_the_configuration_imports_nothing_heavy(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run(

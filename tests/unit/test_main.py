@@ -31,7 +31,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setenv("WANDB_API_KEY", SECRET)
         monkeypatch.setattr(program, "preflight", preflight)
-        monkeypatch.setattr("rltrain.controller.reinforced.run", train)
+        monkeypatch.setattr("rltrain.controller.rl.run", train)
         before = signal.getsignal(signal.SIGTERM)
         try:
             return main(["+recipe=grpo_moe_r3", f"trainer.output_dir={tmp_path}/run"])

@@ -1,10 +1,10 @@
 """Advantages by name. A new one is a file here and an entry in ``ADVANTAGES`` (docs/extend.md)."""
 
+from rltrain.algorithms.advantages.advantage_inputs import Advantage
 from rltrain.algorithms.advantages.gae import gae
 from rltrain.algorithms.advantages.group import dr_grpo, grpo, rloo
-from rltrain.algorithms.advantages.inputs import Advantage
 from rltrain.algorithms.advantages.reinforce import reinforce_pp, reinforce_pp_baseline
-from rltrain.algorithms.registry import find
+from rltrain.algorithms.lookup import find
 from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig
 
@@ -22,7 +22,7 @@ def find_advantage(name: str) -> Advantage:
     """The advantage ``algorithm.advantage`` names.
 
     Raises:
-        ValueError: see `rltrain.algorithms.registry.find`.
+        ValueError: see `rltrain.algorithms.lookup.find`.
     """
     return find("algorithm.advantage", name, ADVANTAGES, Advantage)
 

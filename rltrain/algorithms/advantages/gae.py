@@ -2,7 +2,7 @@
 
 import torch
 
-from rltrain.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from rltrain.algorithms.advantages.advantage_inputs import AdvantageInputs, Advantages
 from rltrain.algorithms.advantages.per_token import discounted_sums, whitened
 
 

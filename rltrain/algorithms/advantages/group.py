@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from rltrain.algorithms.advantages.advantage_inputs import AdvantageInputs, Advantages
 
 STD_EPS = 1e-6
 

@@ -1,7 +1,7 @@
 """REINFORCE++: no critic, and one normalization over the whole step instead of one a group."""
 
+from rltrain.algorithms.advantages.advantage_inputs import AdvantageInputs, Advantages
 from rltrain.algorithms.advantages.group import Groups
-from rltrain.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from rltrain.algorithms.advantages.per_token import discounted_sums, whitened
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
+from rltrain.algorithms.lookup import find
 from rltrain.algorithms.losses.cispo import cispo
 from rltrain.algorithms.losses.gspo import gspo
-from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
+from rltrain.algorithms.losses.loss_inputs import LossInputs, TokenLoss
 from rltrain.algorithms.losses.pg import pg
 from rltrain.algorithms.losses.ppo import ppo
-from rltrain.algorithms.registry import find
 
 Loss = Callable[[LossInputs], TokenLoss]
 
@@ -18,6 +18,6 @@ def find_loss(name: str) -> Loss:
     """The loss ``algorithm.loss`` names.
 
     Raises:
-        ValueError: see `rltrain.algorithms.registry.find`.
+        ValueError: see `rltrain.algorithms.lookup.find`.
     """
     return find("algorithm.loss", name, LOSSES)

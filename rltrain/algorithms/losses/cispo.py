@@ -1,6 +1,6 @@
 """Clipped importance sampling: every token keeps its gradient."""
 
-from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
+from rltrain.algorithms.losses.loss_inputs import LossInputs, TokenLoss
 
 
 def cispo(inputs: LossInputs) -> TokenLoss:

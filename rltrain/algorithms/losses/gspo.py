@@ -1,6 +1,11 @@
 """Group sequence policy optimization: one importance ratio for a whole response."""
 
-from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss, clip_stats, clipped_surrogate
+from rltrain.algorithms.losses.loss_inputs import (
+    LossInputs,
+    TokenLoss,
+    clip_stats,
+    clipped_surrogate,
+)
 
 
 def gspo(inputs: LossInputs) -> TokenLoss:

@@ -1,6 +1,6 @@
 """Plain policy gradient."""
 
-from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
+from rltrain.algorithms.losses.loss_inputs import LossInputs, TokenLoss
 
 
 def pg(inputs: LossInputs) -> TokenLoss:

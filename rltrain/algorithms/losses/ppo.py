@@ -2,7 +2,12 @@
 
 import torch
 
-from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss, clip_stats, clipped_surrogate
+from rltrain.algorithms.losses.loss_inputs import (
+    LossInputs,
+    TokenLoss,
+    clip_stats,
+    clipped_surrogate,
+)
 
 
 def ppo(inputs: LossInputs) -> TokenLoss:

@@ -6,8 +6,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rltrain.weights.architecture import Architecture, FamilyName
-from rltrain.weights.config_json import Fields, read_json
+from rltrain.weights.architecture.config_json import Fields, read_json
+from rltrain.weights.architecture.decoder import Architecture, FamilyName
+from rltrain.weights.architecture.quantization_config import quantization
 from rltrain.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from rltrain.weights.families.family import Family
 from rltrain.weights.families.glm import GLM4_MOE
@@ -17,9 +18,8 @@ from rltrain.weights.families.mixtral import MIXTRAL
 from rltrain.weights.families.olmoe import OLMOE
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
-from rltrain.weights.layout import Parameter, expand
-from rltrain.weights.mtp import MTP, settled
-from rltrain.weights.quantization import quantization
+from rltrain.weights.mapping.mtp import MTP, settled
+from rltrain.weights.mapping.parameters import Parameter, expand
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family

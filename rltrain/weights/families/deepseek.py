@@ -8,10 +8,16 @@ which beats a chosen group's expert whose biased score is negative.
 
 from typing import Any
 
-from rltrain.weights.architecture import MLA
-from rltrain.weights.config_json import Fields, decoder, experts, from_layer, normalized
+from rltrain.weights.architecture.config_json import (
+    Fields,
+    decoder,
+    experts,
+    from_layer,
+    normalized,
+)
+from rltrain.weights.architecture.decoder import MLA
 from rltrain.weights.families.family import Family
-from rltrain.weights.mtp import MTP_FIELDS
+from rltrain.weights.mapping.mtp import MTP_FIELDS
 
 
 def _v2(fields: Fields) -> dict[str, Any]:

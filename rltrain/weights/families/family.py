@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.weights.architecture import Architecture, FamilyName
-from rltrain.weights.config_json import Fields
-from rltrain.weights.layout import Layout
-from rltrain.weights.rules import usual_layout
+from rltrain.weights.architecture.config_json import Fields
+from rltrain.weights.architecture.decoder import Architecture, FamilyName
+from rltrain.weights.mapping.parameters import Layout
+from rltrain.weights.mapping.rules import usual_layout
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ Read against ``transformers/models/gpt_oss`` and https://arxiv.org/abs/2508.1092
 from dataclasses import replace
 from typing import Any
 
-from rltrain.weights.architecture import Architecture, Llama3Rotary, Yarn
-from rltrain.weights.config_json import Fields, decoder, experts
+from rltrain.weights.architecture.config_json import Fields, decoder, experts
+from rltrain.weights.architecture.decoder import Architecture, Llama3Rotary, Yarn
 from rltrain.weights.families.family import Family
-from rltrain.weights.layout import Layout, Part, Rule
-from rltrain.weights.rules import HF, MEGATRON, Names, usual_layout
-from rltrain.weights.stacked import Stacked
+from rltrain.weights.mapping.parameters import Layout, Part, Rule
+from rltrain.weights.mapping.rules import HF, MEGATRON, Names, usual_layout
+from rltrain.weights.mapping.stacked_experts import Stacked
 
 _LIMIT = 7.0
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rltrain.weights.config_json import Fields, decoder
+from rltrain.weights.architecture.config_json import Fields, decoder
 from rltrain.weights.families.family import Family
 
 

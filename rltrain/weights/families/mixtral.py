@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Any
 
-from rltrain.weights.config_json import Fields, decoder, experts
+from rltrain.weights.architecture.config_json import Fields, decoder, experts
 from rltrain.weights.families.family import Family
-from rltrain.weights.rules import Names, usual_layout
+from rltrain.weights.mapping.rules import Names, usual_layout
 
 _NAMES = Names(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from rltrain.weights.config_json import Fields, decoder, experts, heads_share_the_hidden_size
+from rltrain.weights.architecture.config_json import (
+    Fields,
+    decoder,
+    experts,
+    heads_share_the_hidden_size,
+)
 from rltrain.weights.families.family import Family
 
 

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from rltrain.weights.config_json import (
+from rltrain.weights.architecture.config_json import (
     Fields,
     decoder,
     heads_share_the_hidden_size,
@@ -11,7 +11,7 @@ from rltrain.weights.config_json import (
 )
 from rltrain.weights.families.family import Family
 from rltrain.weights.families.qwen3 import sparse_decoder
-from rltrain.weights.rules import Names, usual_layout
+from rltrain.weights.mapping.rules import Names, usual_layout
 
 
 def _dense(fields: Fields) -> dict[str, Any]:

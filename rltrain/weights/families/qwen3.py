@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rltrain.weights.config_json import (
+from rltrain.weights.architecture.config_json import (
     Fields,
     decoder,
     every_nth_layer,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.actors.actor_log import FOLDER, LOG, find_log, of_process
 from rltrain.actors.failures import child_died, died, its_error, named, out_of_memory
-from rltrain.actors.log import FOLDER, LOG, find_log, of_process
-from rltrain.actors.memory import killed, memory_now, oom_kills
+from rltrain.actors.host_memory import killed, memory_now, oom_kills
 
 OWN = "Traceback (most recent call last):\nValueError: no such model\n"
 LATER = OWN + "\n" + "step\n" * 50
@@ -58,7 +58,8 @@ def test_a_process_and_its_children_write_into_the_actors_log(
     """Each below the one that had its name before; the error is of the one that died."""
     log = tmp_path / "engine-0.log"
     code = (
-        "import os, subprocess, sys; from rltrain.actors.log import take_output; take_output(); "
+        "import os, subprocess, sys; from rltrain.actors.actor_log import take_output; "
+        "take_output(); "
         "print(sys.argv[1], os.getpid(), flush=True); "
         "subprocess.run(['sh', '-c', 'echo child >&2'])"
     )

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ADVANTAGES, find_advantage
-from rltrain.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from rltrain.algorithms.advantages.advantage_inputs import AdvantageInputs, Advantages
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.batches import RARE, Ragged, ragged, rare
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rltrain.algorithms.kl import adapted_coef, kl_estimate
 from rltrain.algorithms.losses import LOSSES, find_loss
-from rltrain.algorithms.losses.inputs import LossInputs
+from rltrain.algorithms.losses.loss_inputs import LossInputs
 from rltrain.algorithms.sequences import sequence_mean, sequence_of
 from rltrain.config.algorithm import AlgorithmConfig
 from tests.unit.algorithms import reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from rltrain.algorithms.losses.inputs import LossInputs, TokenLoss
+from rltrain.algorithms.losses.loss_inputs import LossInputs, TokenLoss
 from rltrain.algorithms.objective import (
     RATIO_STEPS,
     Targets,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.step import report
 from rltrain.cli.app import main
-from rltrain.cli.bench import _sign
+from rltrain.cli.bench_command import _sign
 
 
 def interval(value: float, width: float = 0.01) -> dict[str, float | None]:

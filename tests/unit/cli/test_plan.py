@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from rltrain.cli.app import main
-from rltrain.cli.plan import with_architecture
-from rltrain.cli.plan_cpu import Host, describe_cpu
-from rltrain.controller.model_checks import read_model
+from rltrain.cli.plan_command import with_architecture
+from rltrain.controller.checks.model_checks import read_model
 from rltrain.main import compose
-from rltrain.parallel.memory import GIB
-from rltrain.policy.activations import micro_batches_in_flight
-from rltrain.policy.memory import count, passes, scoring, states
-from rltrain.rollout.memory import engine_memory, kv_bytes_per_token
+from rltrain.planning.activations import micro_batches_in_flight
+from rltrain.planning.engine_memory import engine_memory, kv_bytes_per_token
+from rltrain.planning.memory_terms import GIB
+from rltrain.planning.plan_cpu import Host, describe_cpu
+from rltrain.planning.policy_memory import count, passes, scoring, states
 from rltrain.weights.families import read_architecture
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +61,7 @@ def test_without_gpus_it_plans_for_the_cpu_unless_told_otherwise(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rltrain.controller.machine.count_gpus", lambda: 0)
+    monkeypatch.setattr("rltrain.planning.machine.count_gpus", lambda: 0)
     text = printed(capsys, "+recipe=grpo_moe_r3", *overrides, status=0)
     assert ("on the CPU of this machine" in text) == (where == "cpu")
     assert ("  GPUs: " in text) == (where == "cuda")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.cli.report import dashboard, report
+from rltrain.cli.report_command import dashboard, report
 
 
 def test_report_writes_the_page_and_says_where(tmp_path, capsys):

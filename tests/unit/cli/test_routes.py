@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from rltrain.cli.app import main
-from rltrain.cli.routes import parse_layout, parse_sizes
-from rltrain.cli.routes_run import check_replayable, model_of, policy_of, tokens_of
 from rltrain.config.policy import ParallelConfig
-from rltrain.parallel.layers import Pipeline
-from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
-from rltrain.policy.layout_models import MODELS
-from rltrain.policy.pass_file import Pass
+from rltrain.parallel.layer_map import Pipeline
+from rltrain.parallel.token_layout import PAD, TokenGrid, layout_tokens
 from rltrain.routing.codec import decode
-from rltrain.routing.routes import Routes
+from rltrain.verification.layout_models import MODELS
+from rltrain.verification.pass_file import Pass
+from rltrain.verification.routes_arguments import parse_layout, parse_sizes
+from rltrain.verification.routes_file import Routes
+from rltrain.verification.routes_passes import check_replayable, model_of, policy_of, tokens_of
 
 LENS = (9, 5, 1)
 N = sum(LENS)

@@ -10,7 +10,7 @@ import yaml
 
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError
-from rltrain.config.groups import find_groups
+from rltrain.config.hydra_groups import find_groups
 from rltrain.config.reference import keys, show
 from rltrain.main import compose, main, start_folder
 

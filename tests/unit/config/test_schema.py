@@ -8,9 +8,9 @@ import pytest
 from rltrain.config import Config
 from rltrain.config.data import BUILT_IN_REWARDS
 from rltrain.config.errors import ConfigError, validate
-from rltrain.config.files import load, save
 from rltrain.config.reference import keys, markdown, show
 from rltrain.config.rollout import OTHER_DISTRIBUTIONS
+from rltrain.config.saved_config import load, save
 from rltrain.environments.rewards import BUILT_IN
 
 HERE = Path(__file__).parent

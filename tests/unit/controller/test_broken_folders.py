@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rltrain.controller.model_checks import check_weights
+from rltrain.controller.checks.model_checks import check_weights
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.main import main
-from rltrain.weights.export import write_safetensors
 from rltrain.weights.families import read_architecture
-from rltrain.weights.files import INDEX
+from rltrain.weights.huggingface.export import write_safetensors
+from rltrain.weights.huggingface.tensor_files import INDEX
 
 ROOT = Path(__file__).parents[3]
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

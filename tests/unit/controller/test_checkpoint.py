@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from rltrain.actors.failures import ActorFailed
 from rltrain.config import Config
 from rltrain.config.trainer import CheckpointConfig
-from rltrain.controller.checkpoint import (
+from rltrain.controller.checks.model_checks import read_model
+from rltrain.controller.run_checkpoint import (
     check_model,
     check_resumed,
     checkpoints,
@@ -29,11 +30,10 @@ from rltrain.controller.checkpoint import (
     save,
     save_last,
 )
-from rltrain.controller.model_checks import read_model
 from rltrain.data.tiny_model import save_tiny_model
-from rltrain.weights import manifest
-from rltrain.weights.export import write_safetensors
-from rltrain.weights.identity import SAMPLE_BYTES, Identity, differences, identity_of
+from rltrain.weights.huggingface import manifest
+from rltrain.weights.huggingface.export import write_safetensors
+from rltrain.weights.huggingface.identity import SAMPLE_BYTES, Identity, differences, identity_of
 
 MODEL = Identity(architecture="tiny (1)", tokenizer="2", weights="3")
 STATE = {"model": MODEL, "prompts": {"position": 5}}

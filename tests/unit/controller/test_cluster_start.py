@@ -4,10 +4,10 @@ import socket
 
 import pytest
 
-from rltrain.controller.cluster_start import Machine, check_address, start_failure
-from rltrain.parallel.memory import GIB
+from rltrain.controller.cluster.ray_start import HostState, check_address, start_failure
+from rltrain.planning.memory_terms import GIB
 
-FINE = Machine(2, 14.2, "/tmp", 50 * GIB, 8 * GIB)
+FINE = HostState(2, 14.2, "/tmp", 50 * GIB, 8 * GIB)
 # As Ray 2.60 words them.
 TIMED_OUT = (
     "The current node timed out during startup. This could happen because some of the raylet "
@@ -36,7 +36,7 @@ VERSIONS = "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n  
     ],
 )
 def test_each_cause_has_its_remedy(
-    said: str, address: str | None, machine: Machine, answer: str
+    said: str, address: str | None, machine: HostState, answer: str
 ) -> None:
     message = str(start_failure(Exception(f"\x1b[31m{said}\x1b[0m"), address, machine))
     assert " ".join(said.split()) in message and answer in message

@@ -10,7 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from rltrain.config.rollout import OTHER_DISTRIBUTIONS, OWNED_ENGINE_ARGS
-from rltrain.controller.engine_guards import (
+from rltrain.controller.checks.engine_guards import (
     LOGITS_PROCESSORS,
     OPTIONS,
     TESTED_CAPTURE,
@@ -19,7 +19,7 @@ from rltrain.controller.engine_guards import (
     check_engine,
     check_logits_processors,
 )
-from rltrain.controller.preflight import preflight
+from rltrain.controller.checks.preflight import preflight
 from rltrain.main import compose
 
 ROOT = Path(__file__).parents[3]

@@ -9,13 +9,13 @@ import pytest
 
 from rltrain.cli.app import main as rltrain
 from rltrain.config import Config
-from rltrain.controller.engine_shapes import (
+from rltrain.controller.checks.engine_shapes import (
     check_cpu_heads,
     check_engine_shapes,
     check_expert_parallel,
     check_tensor_parallel,
 )
-from rltrain.controller.model_checks import read_model
+from rltrain.controller.checks.model_checks import read_model
 from rltrain.main import main
 from rltrain.weights.families import read_architecture
 

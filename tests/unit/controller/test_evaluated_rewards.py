@@ -12,7 +12,7 @@ from rltrain.controller.evaluation import Evaluator, judged, sample_of
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
 from rltrain.environments.pool import RewardPool
-from rltrain.rollout.types import Rollout
+from rltrain.rollout.requests import Rollout
 
 TOKENIZER = tiny_tokenizer()
 

@@ -14,7 +14,7 @@ from rltrain.controller.evaluation import Evaluator, evaluation_metrics, judged
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
 from rltrain.environments.pool import RewardResult, Sample
-from rltrain.rollout.types import Rollout
+from rltrain.rollout.requests import Rollout
 
 TOKENIZER = tiny_tokenizer()
 STOP = TOKENIZER.convert_tokens_to_ids(EOS)

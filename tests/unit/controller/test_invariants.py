@@ -10,7 +10,7 @@ import torch
 from rltrain.algorithms.objective import RATIO_STEPS
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.invariants import (
+from rltrain.controller.checks.first_step import (
     Check,
     FirstStep,
     block,
@@ -18,7 +18,7 @@ from rltrain.controller.invariants import (
     check_first_supervised_step,
     require,
 )
-from rltrain.controller.noise import bound_for
+from rltrain.controller.checks.precision_bounds import bound_for
 from rltrain.policy.types import Scored, Updated
 
 RATIO, CLIPPED = "ratio is 1 before the first update", "nothing is clipped in the first update"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.config import Config
-from rltrain.controller.loop import is_finished
+from rltrain.controller.run_loop import is_finished
 
 
 def config(folder: Path, steps: int, resume: str = "auto") -> Config:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rltrain.algorithms.objective import RATIO_STEPS
 from rltrain.config import Config
-from rltrain.controller.noise import (
+from rltrain.controller.checks.precision_bounds import (
     FALSE_ALARM,
     OWN_EXPERTS,
     PRECISIONS,

@@ -6,13 +6,13 @@ Trainers that mask or strip padding by its id lose it, and the model unlearns to
 import json
 from pathlib import Path
 
-from rltrain.controller.model_checks import read_model
+from rltrain.controller.checks.model_checks import read_model
 from rltrain.controller.run_data import examine
-from rltrain.controller.supervised import supervised_batch
+from rltrain.controller.sft import supervised_batch
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
 from rltrain.main import compose
 from rltrain.rollout.generator import build_batch
-from rltrain.rollout.types import Rollout
+from rltrain.rollout.requests import Rollout
 from tests.unit.data.model_folders import save_model
 
 END = tiny_tokenizer().eos_token_id

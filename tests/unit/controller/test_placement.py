@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rltrain.config import Config
-from rltrain.controller.placement import Placement, place, place_on_gpus
+from rltrain.planning.placement import Placement, place, place_on_gpus
 
 
 def config(placement: str = "auto", dp: int = 2, **sections: Any) -> Config:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.policy_group import PolicyGroup, merge_stages
-from rltrain.controller.worker_group import _add
+from rltrain.controller.cluster.policy_group import PolicyGroup, merge_stages
+from rltrain.controller.cluster.worker_group import _add
 from rltrain.data.packing import plan_step
-from rltrain.parallel.tokens import TokenGrid, layout_tokens, padded_lengths
+from rltrain.parallel.token_layout import TokenGrid, layout_tokens, padded_lengths
 from rltrain.policy.types import NO_FLIP, Agreement, StageScored, Updated
 from rltrain.routing.flips import LayerFlips, WideFlips
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from rltrain.config import Config
-from rltrain.controller.machine import check_ranks, device
-from rltrain.controller.model_checks import check_imported, check_layout, read_model
-from rltrain.controller.preflight import check_earlier_run, check_output, preflight
+from rltrain.controller.checks.model_checks import check_imported, check_layout, read_model
+from rltrain.controller.checks.preflight import check_earlier_run, check_output, preflight
 from rltrain.data.tiny_model import tiny_config
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.main import compose, main, start_folder
-from rltrain.weights import manifest
+from rltrain.planning.machine import check_ranks, device
 from rltrain.weights.families import architecture_from_config
+from rltrain.weights.huggingface import manifest
 
 ROOT = Path(__file__).parents[3]
 MOE = read_model(Config())

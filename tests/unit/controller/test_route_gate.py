@@ -9,8 +9,8 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.route_gate import flip_metrics, narrow_bins, wrong_routes
-from rltrain.controller.trainer import Trainer
+from rltrain.controller.checks.route_gate import flip_metrics, narrow_bins, wrong_routes
+from rltrain.controller.loop import Trainer
 from rltrain.policy.types import Agreement
 from rltrain.routing.flips import LayerFlips, WideFlips, join_flips, sum_flips
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.controller.model_checks import read_model
+from rltrain.controller.checks.model_checks import read_model
 from rltrain.controller.run_data import examine
 from rltrain.data.tokenizer import VOCAB_SIZE
 from rltrain.main import compose

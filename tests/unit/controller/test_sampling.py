@@ -18,7 +18,7 @@ from rltrain.controller import sampling
 from rltrain.controller.sampling import Sampler, teaching_rows
 from rltrain.environments.pool import RewardResult
 from rltrain.rollout.generator import Group
-from rltrain.rollout.types import Rollout
+from rltrain.rollout.requests import Rollout
 from rltrain.tracking.timers import StepTimer
 
 G, WANTED = 2, 3

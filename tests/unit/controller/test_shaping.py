@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain.algorithms.advantages import ADVANTAGES
-from rltrain.algorithms.advantages.inputs import Advantage, Advantages
+from rltrain.algorithms.advantages.advantage_inputs import Advantage, Advantages
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.stages import (

@@ -7,10 +7,10 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.placement import Placement
 from rltrain.controller.speed import Speed, work_of
+from rltrain.planning.placement import Placement
+from rltrain.planning.roofline import Card
 from rltrain.tracking.metrics import check
-from rltrain.tracking.roofline import Card
 from rltrain.weights.families import read_architecture
 
 CONF = Path(__file__).parents[3] / "conf/model"

@@ -5,8 +5,8 @@ import torch
 
 from rltrain.algorithms.reduce import Aggregation
 from rltrain.config import Config
+from rltrain.controller.sft import supervised_batch, warm_start_config
 from rltrain.controller.step_metrics import supervised_metrics
-from rltrain.controller.supervised import supervised_batch, warm_start_config
 from rltrain.data.problem import Problem
 from rltrain.policy.types import Updated
 

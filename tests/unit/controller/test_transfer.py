@@ -4,9 +4,9 @@ from typing import Literal
 
 import pytest
 
-from rltrain.controller.placement import Placement
-from rltrain.controller.transfer import choose_carrier
 from rltrain.controller.weight_sync import check_shared
+from rltrain.planning.placement import Placement
+from rltrain.planning.weight_transport import choose_carrier
 
 CPU = Placement("cpu")
 APART = Placement("cuda", 2, policy=(0,), engines=((1,),))

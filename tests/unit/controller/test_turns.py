@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rltrain.controller import turns
-from rltrain.controller.turns import Turns
-from rltrain.controller.worker_group import WorkerGroup
+from rltrain.controller.cluster import colocation as turns
+from rltrain.controller.cluster.colocation import Turns
+from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.tracking.timers import StepTimer
 
 PARTS = ("parameters", "gradients", "optimizer", "reference")

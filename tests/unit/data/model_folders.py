@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rltrain.config import Config
-from rltrain.controller.model_checks import read_model
+from rltrain.controller.checks.model_checks import read_model
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 ROWS = 400

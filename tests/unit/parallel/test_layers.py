@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rltrain.parallel.layers import Pipeline, route_blocks, route_layers
+from rltrain.parallel.layer_map import Pipeline, route_blocks, route_layers
 
 
 @st.composite

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rltrain.parallel.tokens import PAD, TokenGrid, TokenLayout, layout_tokens, take
+from rltrain.parallel.token_layout import PAD, TokenGrid, TokenLayout, layout_tokens, take
 
 lengths = st.lists(st.integers(0, 11), max_size=7)
 sizes = st.sampled_from([1, 2, 4])

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rltrain.batch import Batch
-from rltrain.policy.agreement import agree
-from rltrain.policy.passes import Recorded
+from rltrain.policy.passes.native_agreement import agree
+from rltrain.policy.passes.passes import Recorded
 from rltrain.policy.types import NO_FLIP, NUM_PARTS, Agreement
 from rltrain.routing.agreement import num_shared
 from rltrain.routing.codec import decode, encode

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.policy.grouped_linear import _Grouped, end_to_end
+from rltrain.policy.torch_backend.grouped_linear import _Grouped, end_to_end
 
 OUT, IN = 8, 4  # rows of 16 bytes and more, in fp32
 

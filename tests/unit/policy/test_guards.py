@@ -9,14 +9,14 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rltrain.policy.guards import (
+from rltrain.policy.megatron.guards import (
     GUARDS,
     check_armed,
     check_replayable,
     check_schedule,
     native_losses,
 )
-from rltrain.policy.replay import Target, tapped
+from rltrain.policy.passes.replay import Target, tapped
 
 VERSION = "0.16.1"
 BALANCING = "moe_router_load_balancing_type"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.policy import logprobs as module
-from rltrain.policy.logprobs import Vocabulary, logprobs_of_hidden, logprobs_of_logits
+from rltrain.policy.logprobs import logprobs as module
+from rltrain.policy.logprobs.logprobs import Vocabulary, logprobs_of_hidden, logprobs_of_logits
 
 SLOTS, HIDDEN, REAL, PADDED = 6, 5, 11, 12
 TEMPERATURE = 0.7

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.policy.megatron_args import ALWAYS_OURS, INSTEAD, MAY_CHANGE, megatron_config
+from rltrain.policy.megatron.megatron_args import ALWAYS_OURS, INSTEAD, MAY_CHANGE, megatron_config
 
 OURS: dict[str, Any] = {
     "num_layers": 2,

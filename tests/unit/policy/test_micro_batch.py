@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rltrain.batch import Batch
-from rltrain.parallel.tokens import PAD, TokenGrid
-from rltrain.policy.micro_batch import cut
+from rltrain.parallel.token_layout import PAD, TokenGrid
+from rltrain.policy.passes.micro_batch import cut
 from rltrain.routing.align import last_rows, router_targets
 
 LENGTHS = (5, 3, 7, 2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.parallel.tokens import TokenGrid, context_parallel_slice
-from rltrain.policy.torch_attention import packed_causal_attention
+from rltrain.parallel.token_layout import TokenGrid, context_parallel_slice
+from rltrain.policy.torch_backend.attention import packed_causal_attention
 
 
 def plain(

@@ -3,7 +3,7 @@
 import pytest
 
 from rltrain.config.policy import PolicyConfig
-from rltrain.policy.recompute import router_reruns
+from rltrain.policy.passes.recompute import router_reruns
 
 LAYERS = [3, 4, 7]
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltrain.policy.replay import RouterTap, RoutingTaps, Target, tapped
+from rltrain.policy.passes.replay import RouterTap, RoutingTaps, Target, tapped
 from rltrain.routing.deficits import upper_edges
 
 E, K = 8, 2

@@ -13,8 +13,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rltrain.policy.rotary import rotary_factor, rotary_frequencies, set_rotary
-from rltrain.weights.architecture import Architecture, Yarn
+from rltrain.policy.megatron.rotary import rotary_factor, rotary_frequencies, set_rotary
+from rltrain.weights.architecture.decoder import Architecture, Yarn
 from rltrain.weights.families import architecture_from_config
 
 SIZES: dict[str, Any] = {

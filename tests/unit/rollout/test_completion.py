@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from rltrain.config.errors import OTHER_SAMPLING
 from rltrain.rollout.completion import check_length, check_tokens, sampled_logprobs, vllm_params
-from rltrain.rollout.types import Request, SamplingParams
+from rltrain.rollout.requests import Request, SamplingParams
 
 REQUEST = Request((5, 6, 7), seed=11, prompt_id="abc", sample_index=2)
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=4)

@@ -14,7 +14,7 @@ from rltrain.batch import RouteRef
 from rltrain.config import Config
 from rltrain.rollout.dispatch import Call, _place
 from rltrain.rollout.generator import Generator, build_batch, make_requests
-from rltrain.rollout.types import Rollout
+from rltrain.rollout.requests import Rollout
 
 TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=6).map(tuple)
 

@@ -16,10 +16,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from rltrain.data.tokenizer_checks import check_stop_strings
 from rltrain.rollout.completion import vllm_params
+from rltrain.rollout.requests import Request as OurRequest
+from rltrain.rollout.requests import Rollout, SamplingParams
 from rltrain.rollout.stop_scheduler import stopping
 from rltrain.rollout.stop_strings import StopStrings, response_texts
-from rltrain.rollout.types import Request as OurRequest
-from rltrain.rollout.types import Rollout, SamplingParams
 
 SPECIAL = ["<pad>", "<eos>", "<|end|>"]
 EOS, END = 1, 2

@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.rollout.types import request_seed
+from rltrain.rollout.requests import request_seed
 
 ARGS = st.tuples(st.integers(), st.integers(0), st.text(max_size=20), st.integers(0))
 
@@ -24,7 +24,7 @@ def test_different_arguments_give_different_seeds(
 
 
 def test_seed_is_the_same_in_another_process() -> None:
-    code = "from rltrain.rollout.types import request_seed as s; print(s(1, 2, 'abc', 3))"
+    code = "from rltrain.rollout.requests import request_seed as s; print(s(1, 2, 'abc', 3))"
     found = {
         int(
             subprocess.check_output(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rltrain.routing.deficits import Deficits, deficits
+from rltrain.routing.expert_groups import score_groups, within_groups
 from rltrain.routing.flips import LayerFlips, WideFlips, judged_rows, wide_flips
-from rltrain.routing.groups import score_groups, within_groups
 from rltrain.routing.margin_gate import Case, Finding, systematic
 from rltrain.routing.noise import last_narrow_bin
 

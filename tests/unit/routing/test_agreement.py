@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from rltrain.parallel.tokens import PAD, TokenGrid, layout_tokens
+from rltrain.parallel.token_layout import PAD, TokenGrid, layout_tokens
 from rltrain.routing.agreement import (
     choice_margin,
     flipped_before,

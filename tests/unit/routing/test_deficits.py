@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.routing.deficits import NUM_BINS, REPLAYED, bins, deficits, upper_edges
+from rltrain.routing.expert_groups import score_groups, within_groups
 from rltrain.routing.flips import LayerFlips
-from rltrain.routing.groups import score_groups, within_groups
 from rltrain.routing.noise import LEAST_SPREAD, MOST_SPREAD, last_narrow_bin, noise_scale
 
 LIMITS = [(1, None, None), (3, None, None), (16, None, None), (4, 4, 2), (6, 4, 3)]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rltrain.routing.difference import compare_routes
-from rltrain.routing.routes import Routes
+from rltrain.verification.routes_difference import compare_routes
+from rltrain.verification.routes_file import Routes
 
 LENS, LAYERS, E, K = (5, 1, 7), (1, 2, 5), 8, 2
 N = sum(LENS)

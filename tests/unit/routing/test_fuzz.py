@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rltrain.rollout.completion import sampled_logprobs
-from rltrain.rollout.types import Request
+from rltrain.rollout.requests import Request
 from rltrain.routing.codec import RouteIds, decode
 from rltrain.routing.integrity import CheckedRoutes, RouteShape, check_routes
 from rltrain.routing.objects import assemble, pack

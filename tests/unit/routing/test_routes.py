@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rltrain.routing.inspection import inspect
-from rltrain.routing.routes import HEADER, TENSORS, Routes
+from rltrain.verification.routes_file import HEADER, TENSORS, Routes
+from rltrain.verification.routes_inspection import inspect
 
 
 def some_routes(num_experts: int = 8, **fields: Any) -> Routes:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rltrain.config.errors import validate
-from rltrain.config.files import save
+from rltrain.config.saved_config import save
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.tracker import Tracker
 
@@ -70,7 +70,10 @@ def run_dir(tmp_path_factory):
     """A finished run of 60 steps."""
     folder = tmp_path_factory.mktemp("run")
     noise = random.Random(0)
-    values = {"routing_replay": {"mode": "r3"}, "trainer": {"output_dir": str(folder)}}
+    values = {
+        "routing_replay": {"mode": "r3"},
+        "trainer": {"output_dir": str(folder), "steps": NUM_STEPS},
+    }
     config = validate(values)
     save(config, "python -m rltrain.main", ["+recipe=grpo_moe_r3"])
     versions = {"torch": "2.13.0", "vllm": "0.30.0", "machine": "2 cores, 24 GiB, no GPU"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rltrain.tracking.roofline import (
+from rltrain.planning.roofline import (
     CARDS,
     Card,
     Work,
@@ -111,7 +111,7 @@ def test_the_hint_says_when_it_has_no_number():
     assert "8,000 tokens/s. nvidia-smi saw no GPU" in hint(ROWS, None)
     assert hint(ROWS, "NVIDIA GT 710").endswith(
         "1,003 tokens/s per GPU. No limits of NVIDIA GT 710 are known "
-        "(rltrain/tracking/roofline.py)."
+        "(rltrain/planning/roofline.py)."
     )
     assert hint(ROWS[:1], None) == hint([], None) == ""
     assert hint(ROWS[:2], None).startswith("Where a step goes: generate 90%, other 10%.")

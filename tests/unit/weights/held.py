@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rltrain.config.rollout import Carrier
-from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.transport import SLOTS, Bucket, Named, TensorEntry
+from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
+from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
 
 
 class HeldSender:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from rltrain.config.groups import conf_folder
-from rltrain.policy.layout_models import MODELS
-from rltrain.weights.architecture import Architecture
+from rltrain.config.hydra_groups import conf_folder
+from rltrain.verification.layout_models import MODELS
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import architecture_from_config, parameters, read_architecture
 
 QWEN3_30B_A3B: dict[str, Any] = json.loads(

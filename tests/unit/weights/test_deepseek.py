@@ -8,12 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rltrain.weights.architecture import MLA, Architecture
+from rltrain.weights.architecture.decoder import MLA, Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.layout import HfTensor
-from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import assemble, disassemble
-from rltrain.weights.placement import Axis, Placement
+from rltrain.weights.mapping.assembly import assemble, disassemble
+from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.local_parameters import local_parameters
+from rltrain.weights.mapping.parameters import HfTensor
 
 LATENT = MLA(q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=7)
 ARCH = Architecture(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.weights.delivery import Delivery, Form, expected_tensors
-from rltrain.weights.transport import Bucket, TensorEntry
+from rltrain.weights.sync.delivery import Delivery, Form, expected_tensors
+from rltrain.weights.sync.stream import Bucket, TensorEntry
 from tests.unit.weights.test_engine_fp8 import ARCH, LATENT
 
 EXPECTED = expected_tensors(ARCH, "bfloat16", fp8=False)

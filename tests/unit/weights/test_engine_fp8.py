@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rltrain.weights.architecture import MLA, Architecture
-from rltrain.weights.delivery import expected_tensors
-from rltrain.weights.engine_fp8 import check_blocks, fp8_config, in_fp8
+from rltrain.weights.architecture.decoder import MLA, Architecture
+from rltrain.weights.architecture.quantization_config import BlockFP8, quantization
 from rltrain.weights.families import parameters
-from rltrain.weights.files import SINGLE
-from rltrain.weights.load import read_tensors
-from rltrain.weights.quantization import BlockFP8, quantization
-from rltrain.weights.quantized import quantize
-from rltrain.weights.seeded import seeded
-from rltrain.weights.transport import BucketStream
+from rltrain.weights.huggingface.load import read_tensors
+from rltrain.weights.huggingface.quantized import quantize
+from rltrain.weights.huggingface.tensor_files import SINGLE
+from rltrain.weights.mapping.seeded import seeded
+from rltrain.weights.sync.delivery import expected_tensors
+from rltrain.weights.sync.engine_fp8 import check_blocks, fp8_config, in_fp8
+from rltrain.weights.sync.stream import BucketStream
 from tests.unit.weights.held import HeldSender
 
 ARCH = Architecture(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rltrain.weights.expert_stacks import LOADER, TAKEN, stack_experts, unstack_experts
+from rltrain.weights.sync.expert_stacks import LOADER, TAKEN, stack_experts, unstack_experts
 
 EXPERTS, FIRST, LOCAL = 8, 2, 4
 

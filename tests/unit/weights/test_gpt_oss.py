@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rltrain.config.policy import ParallelConfig
-from rltrain.policy.layout_models import GPT_OSS_LIKE
-from rltrain.policy.transformer_options import check_layout
-from rltrain.weights.architecture import Architecture, Yarn
+from rltrain.policy.megatron.transformer_options import check_layout
+from rltrain.verification.layout_models import GPT_OSS_LIKE
+from rltrain.weights.architecture.decoder import Architecture, Yarn
 from rltrain.weights.families import architecture_from_config, parameters
-from rltrain.weights.files import SINGLE
-from rltrain.weights.layout import HfTensor
-from rltrain.weights.load import open_checkpoint
-from rltrain.weights.mapping import assemble, disassemble
-from rltrain.weights.placement import Axis, Placement
+from rltrain.weights.huggingface.load import open_checkpoint
+from rltrain.weights.huggingface.tensor_files import SINGLE
+from rltrain.weights.mapping.assembly import assemble, disassemble
+from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.parameters import HfTensor
 
 # openai/gpt-oss-20b as published.
 GPT_OSS_20B: dict[str, Any] = {

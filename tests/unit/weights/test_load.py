@@ -9,15 +9,15 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from rltrain.weights.architecture import Architecture
-from rltrain.weights.export import write_safetensors
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.files import INDEX, SINGLE
-from rltrain.weights.load import open_checkpoint, read_tensors
-from rltrain.weights.local import local_parameters
-from rltrain.weights.mapping import assemble
-from rltrain.weights.placement import Axis, Placement
-from rltrain.weights.quantized import quantize, scale_shape
+from rltrain.weights.huggingface.export import write_safetensors
+from rltrain.weights.huggingface.load import open_checkpoint, read_tensors
+from rltrain.weights.huggingface.quantized import quantize, scale_shape
+from rltrain.weights.huggingface.tensor_files import INDEX, SINGLE
+from rltrain.weights.mapping.assembly import assemble
+from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.local_parameters import local_parameters
 
 ARCH = Architecture(
     family="qwen3_moe",

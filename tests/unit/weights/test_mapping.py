@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.weights.architecture import Architecture
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.layout import HfTensor, Parameter
-from rltrain.weights.mapping import assemble, disassemble
-from rltrain.weights.placement import Axis, Placement
+from rltrain.weights.mapping.assembly import assemble, disassemble
+from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.parameters import HfTensor, Parameter
 
 SIZES = st.sampled_from([1, 2, 4])
 

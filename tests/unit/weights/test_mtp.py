@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rltrain.weights.architecture import Architecture
+from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.load import open_checkpoint
-from rltrain.weights.mtp import copies, settled, with_copies
+from rltrain.weights.huggingface.load import open_checkpoint
+from rltrain.weights.mapping.mtp import copies, settled, with_copies
 from tests.unit.weights.test_deepseek import ARCH
 
 TWO = replace(ARCH, mtp_layers=2)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.weights.export import write_safetensors
-from rltrain.weights.new_folder import new_folder, shards
+from rltrain.weights.huggingface.export import write_safetensors
+from rltrain.weights.huggingface.new_folder import new_folder, shards
 
 
 def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from rltrain.weights.architecture import Architecture, Llama3Rotary
+from rltrain.weights.architecture.decoder import Architecture, Llama3Rotary
 from rltrain.weights.families import architecture_from_config, read_architecture
 
 FILES = Path(__file__).parent / "published"

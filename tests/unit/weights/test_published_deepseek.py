@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from rltrain.config.groups import conf_folder
-from rltrain.weights.architecture import MLA, Architecture, Yarn
+from rltrain.config.hydra_groups import conf_folder
+from rltrain.weights.architecture.decoder import MLA, Architecture, Yarn
 from rltrain.weights.families import architecture_from_config, read_architecture
 
 FILES = Path(__file__).parent / "published"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import FineGrainedFP8Config, Mxfp4Config
 
-from rltrain.weights.quantization import MXFP4, BlockFP8, quantization
+from rltrain.weights.architecture.quantization_config import MXFP4, BlockFP8, quantization
 
 # As DeepSeek-V3 and Kimi-K2, Qwen3's FP8 models and gpt-oss are published.
 DEEPSEEK = {

@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from rltrain.weights.quantized import (
+from rltrain.weights.huggingface.quantized import (
     FP8_MAX,
     BlockFP8Tensor,
     MXFP4Tensor,

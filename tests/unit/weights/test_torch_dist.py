@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.weights.stored import Chunk, StoredModel
-from rltrain.weights.torch_dist import Reader, write
+from rltrain.weights.huggingface.stored_model import Chunk, StoredModel
+from rltrain.weights.huggingface.torch_dist import Reader, write
 
 WHOLE = torch.arange(24.0).view(1, 6, 4)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.weights.broadcast import BroadcastReceiver, BroadcastSender, Group
-from rltrain.weights.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.transport import Bucket, BucketStream, Sender, entry_of, merged
+from rltrain.weights.sync.broadcast import BroadcastReceiver, BroadcastSender, Group
+from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
+from rltrain.weights.sync.stream import Bucket, BucketStream, Sender, entry_of, merged
 from tests.unit.weights.held import HeldSender
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]

@@ -1,0 +1,53 @@
+"""``rltrain data``: what a run would read, as the model would see it. No GPU, no Ray, no engine."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rltrain.config import Config
+from rltrain.controller.checks.model_checks import check_lengths, read_model
+from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
+
+NUM_SHOWN = 3
+
+
+def data(arguments: Sequence[str]) -> int:
+    """Print what was found of data, tokenizer and reward; the exit status is 1 when a run with this
+    configuration could not use them.
+
+    Raises:
+        ValueError: the configuration is wrong.
+    """
+    from rltrain.cli.data_text import describe
+    from rltrain.main import compose
+
+    parser = argparse.ArgumentParser(prog="rltrain data")
+    parser.add_argument("overrides", nargs="+", metavar="+recipe=NAME or name=value")
+    parser.add_argument("--config-dir", type=Path)
+    options = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    config = compose(options.overrides, options.config_dir)
+    found = look(config)
+    describe(config, found, NUM_SHOWN)
+    sys.stdout.flush()
+    if found.fault is None:
+        sys.stdout.write("usable as configured\n")
+        return 0
+    sys.stderr.write(f"rltrain data: not usable as configured\n  {found.fault}\n")
+    return 1
+
+
+def look(config: Config) -> RunData:
+    """What preflight examines of the data, and the fault that it would raise."""
+    found = RunData()
+    try:
+        model = read_model(config)
+        check_lengths(config, model)
+        found = examine(config, model, NUM_SHOWN)
+        if found.fault is None:
+            check_folder_tokenizer(config, found)
+    except ValueError as error:
+        found.fault = error
+    return found

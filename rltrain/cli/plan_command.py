@@ -1,0 +1,94 @@
+"""``rltrain plan``: what a configuration needs, before anything is started. No GPU, no Ray.
+
+It plans for GPUs where ``--gpus`` or ``cluster.device=cuda`` says so, or this machine has some;
+else for the CPU of this machine, where such a run would compute.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rltrain.algorithms.advantages import needs_critic
+from rltrain.config import Config
+from rltrain.config.hydra_groups import conf_folder
+from rltrain.controller.checks.engine_shapes import Device, check_cpu_heads, check_tensor_parallel
+from rltrain.controller.checks.model_checks import (
+    check_layout,
+    check_lengths,
+    check_replay,
+    read_model,
+)
+from rltrain.main import compose
+from rltrain.planning.machine import GpuMachine, device
+from rltrain.planning.memory_terms import GIB
+from rltrain.planning.plan_cpu import Host, describe_cpu
+from rltrain.planning.plan_text import describe
+from rltrain.weights.architecture.decoder import Architecture
+
+H100_GIB = 79.2
+"""What CUDA has of a card that is sold with 80 GB."""
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Print placement, batch and memory; the exit status is 1 when the run does not fit, or would
+    span nodes.
+
+    Raises:
+        ValueError: the configuration is wrong, or does not go with the model.
+    """
+    parser = argparse.ArgumentParser(prog="rltrain plan")
+    parser.add_argument("overrides", nargs="+", metavar="+recipe=NAME or name=value")
+    parser.add_argument("--gpus", type=int, help="how many there are (as many as it takes)")
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, default=H100_GIB, help=f"of each ({H100_GIB}, an H100)"
+    )
+    parser.add_argument("--config-dir", type=Path)
+    options = parser.parse_intermixed_args(arguments)
+    config = compose(options.overrides, options.config_dir)
+    config, note = with_architecture(config)
+    # With --gpus it is planned for another machine than this one.
+    where = "cuda" if options.gpus else device(config.cluster)
+    arch = checked(config, where)
+    has_critic = needs_critic(config.algorithm)
+    if where == "cpu":
+        text, fits = describe_cpu(config, arch, Host.this(), note, has_critic=has_critic)
+    else:
+        machine = GpuMachine(options.gpus, int(options.gpu_memory_gib * GIB))
+        text, fits = describe(config, arch, machine, note, has_critic=has_critic)
+    sys.stdout.write(text)
+    return 0 if fits else 1
+
+
+def with_architecture(config: Config) -> tuple[Config, str]:
+    """``config`` with a ``model.path`` that has a ``config.json``, and what there is to say of it.
+
+    Where the user's folder is not there yet, rltrain's own copy of a model's ``config.json`` stands
+    in, by the folder's name.
+    """
+    path = config.model.path
+    if path is None:
+        return config, "the tiny model"
+    shipped = conf_folder() / "model" / Path(path).name
+    if Path(path).expanduser().is_dir() or not (shipped / "config.json").is_file():
+        return config, path
+    model = config.model.model_copy(update={"path": str(shipped)})
+    note = f"{path} is no folder here: sizes from conf/model/{shipped.name}/config.json"
+    return config.model_copy(update={"model": model}), note
+
+
+def checked(config: Config, device: Device) -> Architecture:
+    """The architecture of the model, which layout, lengths and replay go with.
+
+    Raises:
+        ValueError: as preflight raises it.
+    """
+    model = read_model(config)
+    check_layout(config, model)
+    if config.algorithm.type == "rl":
+        check_lengths(config, model)
+        check_replay(config, model)
+        check_tensor_parallel(config.rollout, model)
+        if device == "cpu":
+            check_cpu_heads(model, config.model.path)
+    return model

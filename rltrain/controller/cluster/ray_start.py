@@ -1,0 +1,92 @@
+"""Why Ray did not start or could not be joined, in a sentence with what to do."""
+
+import os
+import re
+import shutil
+import socket
+import tempfile
+from typing import NamedTuple
+
+from rltrain.config.redact import plain
+from rltrain.planning.memory_terms import GIB, gib
+
+CONNECT_S = 5.0
+LITTLE = 1 * GIB
+"""Ray keeps its logs and sockets in the temporary folder, and objects in /dev/shm."""
+
+
+class HostState(NamedTuple):
+    """What Ray needs of this machine."""
+
+    cores: int
+    load: float
+    """Processes that want a core, over the last minute."""
+    temporary: str
+    free_temporary: int
+    """Bytes."""
+    free_shared: int
+
+    @classmethod
+    def now(cls) -> "HostState":
+        temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        free = [
+            shutil.disk_usage(f).free if os.path.isdir(f) else 0 for f in (temporary, "/dev/shm")
+        ]
+        return cls(len(os.sched_getaffinity(0)), os.getloadavg()[0], temporary, *free)
+
+
+def check_address(address: str) -> None:
+    """Somebody listens there. Ray itself would try for minutes, and print every attempt.
+
+    Raises:
+        RuntimeError: nobody does, or it is not an address that a run can join.
+    """
+    if address == "auto":  # Ray finds out from what it left on this machine
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise RuntimeError(
+            f"cluster.address={address}: expected HOST:PORT of a Ray cluster that this machine is "
+            "a node of, or auto. Ray Client (ray://) is not supported: start the run on a node"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(
+            f"cluster.address={address}: expected a Ray cluster, and nobody answers there "
+            f"({error}). Start one (ray start --head), correct the address, or leave it out to "
+            "start Ray for this run alone"
+        ) from error
+
+
+def start_failure(error: BaseException, address: str | None, machine: HostState) -> RuntimeError:
+    """What an error of ``ray.init`` means."""
+    said = " ".join(plain(str(error)).split())
+    what = f"Ray did not start: {said}" if address is None else f"cluster.address={address}: {said}"
+    return RuntimeError(f"{what}\n{_remedy(said, address, machine)}")
+
+
+def _remedy(said: str, address: str | None, machine: HostState) -> str:
+    if "Version mismatch" in said:
+        return "Install the cluster's versions of Ray and Python here, or the other way round"
+    if "AF_UNIX" in said:
+        return f"The path of {machine.temporary} is too long for Ray: set RAY_TMPDIR=/tmp"
+    if address is not None:
+        return f"See `ray status --address={address}`; this machine must be a node of the cluster"
+    if machine.free_temporary < LITTLE or "No space left" in said:
+        return (
+            f"{machine.temporary} has {gib(machine.free_temporary)} free, and Ray needs about 1 "
+            "GiB: free some space there, or set RAY_TMPDIR to a folder of another disk"
+        )
+    if machine.free_shared < LITTLE or "/dev/shm" in said:
+        return (
+            f"/dev/shm has {gib(machine.free_shared)} free, and Ray keeps objects there: make it "
+            "larger (docker run --shm-size=8g), or remove what other programs left there"
+        )
+    if re.search("[Pp]ermission denied|Read-only", said):
+        return f"{machine.temporary} cannot be written: set RAY_TMPDIR to a folder of your own"
+    return (
+        f"The machine is slow or busy ({machine.cores} cores, {machine.load:.0f} processes want "
+        "one): end other programs and start the run again, or start Ray beforehand with `ray start "
+        "--head --num-cpus=8` and set cluster.address=auto"
+    )

@@ -1,0 +1,85 @@
+"""Reinforcement learning: everything a run needs, started in order and ended together."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+from rltrain.algorithms.advantages import needs_critic
+from rltrain.config import Config
+from rltrain.controller.cluster.critic_group import CriticGroup
+from rltrain.controller.cluster.engines import ask, engine_spec, start_engines
+from rltrain.controller.cluster.policy_group import PolicyGroup
+from rltrain.controller.cluster.ray_cluster import cluster
+from rltrain.controller.evaluation import Evaluator
+from rltrain.controller.loop import Trainer
+from rltrain.controller.run_data import RunData
+from rltrain.controller.run_loop import is_finished, open_tracker
+from rltrain.controller.sampling import Sampler
+from rltrain.controller.sft import warm_started_model
+from rltrain.controller.speed import Speed
+from rltrain.controller.weight_sync import WeightSync
+from rltrain.data.loader import PromptLoader
+from rltrain.data.tiny_model import build_random_model
+from rltrain.environments.pool import RewardPool
+from rltrain.planning.roofline import find_card
+from rltrain.planning.weight_transport import choose_carrier
+from rltrain.rollout.generator import Generator
+from rltrain.tracking.gpus import name_of
+from rltrain.weights.families import read_architecture
+from rltrain.weights.sync.engine_fp8 import check_blocks
+
+
+def run(config: Config, data: RunData) -> None:
+    """Start everything a run needs, train, and leave a report whatever happens."""
+    if is_finished(config):
+        return
+    with ExitStack() as stack:
+        given = Path(config.model.path) if config.model.path else None
+        tokenizer, problems = data.tokenizer, data.problems
+        if config.rollout.quantization == "fp8":
+            arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
+            check_blocks(arch, config.rollout.tensor_parallel)
+        placed = stack.enter_context(cluster(config))
+        carrier = choose_carrier(config.rollout.weight_transfer, placed.placement)
+        path = given or warm_started_model(config, placed)
+        arch = read_architecture(path, config.model.mtp)
+        # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
+        # with the memory that it finds free.
+        spec = engine_spec(config, path, arch, placed)
+        engines, wait_until_ready = start_engines(config, spec, placed)
+        if placed.placement.colocated:
+            wait_until_ready()
+            ask(engines, "sleep", config.cluster.call_timeout_s, 2)
+        policy = PolicyGroup(config, str(path), placed)
+        weight_sync = WeightSync(policy, engines, carrier, config.cluster.call_timeout_s)
+        pool = stack.enter_context(RewardPool(config.data.reward))
+        generator = Generator(engines, config)
+        prompts = PromptLoader(
+            problems.train,
+            config.prompts_per_round,
+            config.trainer.seed,
+            repeat=config.data.repeat_in_step,
+        )
+        sampler = Sampler(config, prompts, generator, pool, tokenizer)
+        critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
+        card = find_card(name_of(placed.gpu_ids))
+        speed = Speed.of(config, arch, placed.placement, card)
+        trainer = Trainer(
+            config,
+            prompts,
+            policy,
+            critic,
+            speed,
+            arch=arch,
+            sampler=sampler,
+            spec=spec,
+            placed=placed,
+            weight_sync=weight_sync,
+        )
+        done = trainer.resume()
+        versions = {"engine": json.dumps(wait_until_ready()[0])}
+        trainer.tracker = stack.enter_context(open_tracker(config, placed, done, versions))
+        trainer.evaluator = Evaluator(
+            config, problems.held_out, generator, pool, tokenizer, trainer.tracker
+        )
+        trainer.train()

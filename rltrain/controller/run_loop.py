@@ -1,0 +1,204 @@
+"""What every run does around its steps: resume, save, evaluate, log, check the first step."""
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rltrain.algorithms.advantages import critic_only_steps
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.controller import run_checkpoint as checkpoint
+from rltrain.controller.checks.first_step import Check, block, require
+from rltrain.controller.checks.model_checks import read_model
+from rltrain.controller.cluster.critic_group import CriticGroup
+from rltrain.controller.cluster.policy_group import PolicyGroup
+from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.cluster.worker_group import WorkerGroup
+from rltrain.controller.speed import Speed
+from rltrain.data.loader import PromptLoader
+from rltrain.policy.types import Scored, Updated
+from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.timers import StepTimer
+from rltrain.tracking.tracker import OUTCOME, Tracker
+from rltrain.weights.huggingface.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did."""
+
+    batch: Batch
+    metrics: dict[str, float]
+    updates: Sequence[Updated]
+    scored: Scored | None = None  # before the updates; None where that pass was left out
+    paired: Batch | None = None  # with the reference scored as the policy was
+
+
+class Evaluation(Protocol):
+    def is_due(self, step: int) -> bool: ...
+    def evaluate(self, step: int) -> dict[str, float]: ...
+
+
+@dataclass
+class Loop(ABC):
+    """The steps of a run; a subclass says what one step does."""
+
+    config: Config
+    prompts: PromptLoader
+    policy: PolicyGroup
+    critic: CriticGroup | None
+    speed: Speed
+    evaluator: Evaluation = field(init=False)
+    tracker: Tracker = field(init=False)
+    model: Identity = field(init=False)  # which one a checkpoint is of
+    resumed_after: int = field(init=False, default=0)  # the step, 0 in a fresh run
+
+    @abstractmethod
+    def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
+        """Learn from the next prompts.
+
+        Args:
+            is_first: whether `first_checks` follow, which may need more than other steps measure
+        """
+
+    @abstractmethod
+    def first_checks(self, taken: Step) -> list[Check]:
+        """What must hold in a step before which nothing was learned."""
+
+    def begin(self) -> None:  # noqa: B027  # nothing, unless there are engines
+        """What precedes the first evaluation and step of this process."""
+
+    def hand_over(self, step: int, timer: StepTimer) -> None:  # noqa: B027  # likewise
+        """What follows the updates of a step."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the models."""
+        return {"prompts": self.prompts.state_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+
+    def train(self) -> None:
+        """All steps after the one that `resume` went back to."""
+        done = self.resumed_after
+        self.begin()
+        if done == 0 and self.evaluator.is_due(0):
+            self.tracker.log(0, self.evaluator.evaluate(0))
+        for step in range(done + 1, self.config.trainer.steps + 1):
+            self.step(step)
+
+    def step(self, step: int) -> None:
+        timer = StepTimer()
+        is_first = step == max(self.resumed_after, critic_only_steps(self.config)) + 1
+        taken = self.take(step, timer, is_first=is_first)
+        metrics = taken.metrics
+        self.save(step, timer)
+        self.hand_over(step, timer)
+        if self.evaluator.is_due(step):
+            with timer.phase("eval"):
+                metrics |= self.evaluator.evaluate(step)
+        metrics |= timer.metrics()
+        metrics |= self.speed.metrics(
+            taken.batch,
+            metrics,
+            scored=taken.scored is not None,
+            updated=len(taken.updates) == self.config.trainer.mini_batches,
+        )
+        self.tracker.log(step, metrics)
+        if is_first:
+            self.check_invariants(step, self.first_checks(taken))
+
+    def check_invariants(self, step: int, checks: Sequence[Check]) -> None:
+        """Print what must hold in a first step, and end the run unless it does.
+
+        Raises:
+            RuntimeError: as `invariants.require`, where ``trainer.invariants=stop``.
+        """
+        logger.info("%s", block(checks, step))
+        self.tracker.invariants(step, [asdict(check) for check in checks])
+        if self.config.trainer.invariants == "stop":
+            require(checks, step)
+
+    def save(self, step: int, timer: StepTimer) -> None:
+        """Write what is due: a checkpoint, and after the last step its weights."""
+        settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
+        if self.saves(step):
+            with timer.phase("checkpoint"):
+                state = {"model": self.model, **self.state()}
+                checkpoint.save(self.run_dir, step, self.models, state, settings.keep)
+        if settings.last and is_last:
+            with timer.phase("checkpoint"):
+                checkpoint.save_last(self.run_dir, step, self.policy, self.model)
+
+    def saves(self, step: int) -> bool:
+        every = self.config.checkpoint.every
+        return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
+
+    def resume(self) -> int:
+        """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
+        self.model = checkpoint.model_of(self.config, read_model(self.config))
+        found = checkpoint.checkpoints(self.run_dir)
+        if self.config.trainer.resume == "auto" and found:
+            state = checkpoint.restore(found[-1], self.run_dir, self.models, self.config.checkpoint)
+            self.load_state(state)
+            self.resumed_after = int(state["step"])
+        return self.resumed_after
+
+    @property
+    def models(self) -> list[WorkerGroup]:
+        """Those that learn."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.trainer.output_dir)
+
+
+def is_finished(config: Config) -> bool:
+    """Whether the run in ``trainer.output_dir`` has taken all its steps already; says so.
+
+    Raises:
+        ValueError: it ended without a checkpoint, so it could only start again from the beginning.
+    """
+    run_dir = Path(config.trainer.output_dir)
+    outcome = run_dir / OUTCOME
+    if config.trainer.resume == "never" or not outcome.exists():
+        return False
+    if json.loads(outcome.read_text())["state"] != "finished":
+        return False
+    if not (found := checkpoint.checkpoints(run_dir)):
+        raise ValueError(
+            f"trainer.resume=auto: the run in {run_dir} is finished and has no checkpoint to go on "
+            "from (checkpoint.every was 0), so it would start again. Choose another "
+            "trainer.output_dir"
+        )
+    done = checkpoint.step_of(found[-1])
+    if done < config.trainer.steps:
+        return False
+    logger.info(
+        "nothing to do: the run in %s is finished, after step %d. Raise trainer.steps to go on",
+        run_dir,
+        done,
+    )
+    return True
+
+
+def open_tracker(
+    config: Config, placed: Cluster, done: int, versions: Mapping[str, str] | None = None
+) -> Tracker:
+    """The tracker of a run that goes on after step ``done``, 0 for a fresh one."""
+    return Tracker(
+        Path(config.trainer.output_dir),
+        config.tracking,
+        config.model_dump(mode="json"),
+        describe_environment() | dict(versions or {}),
+        num_steps=config.trainer.steps,
+        first_step=done + 1 if done else 0,
+        gpus=placed.gpu_ids,
+    )

@@ -1,0 +1,72 @@
+"""What of this machine a run may use, and whether all its ranks have a place there."""
+
+import os
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from rltrain.config import Config
+from rltrain.config.trainer import ClusterConfig
+
+RANKS_PER_CORE = 4
+"""Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """A machine that a run is planned for."""
+
+    gpus: int | None
+    """How many there are; None: as many as the run needs."""
+    memory: int
+    """Bytes of each."""
+
+
+def device(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
+    """Where the run computes: ``auto`` is cuda when a GPU is visible and torch can use one."""
+    if cluster.device == "auto":
+        return "cuda" if count_gpus() and "+cpu" not in metadata.version("torch") else "cpu"
+    return cluster.device
+
+
+def count_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def count_gpus() -> int:
+    """GPUs this process may use, read from the driver's device files."""
+    present = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(present)
+    return min(len(present), len([name for name in visible.split(",") if name.strip()]))
+
+
+def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
+    """Every rank has a place (see `placement.place_on_gpus`), and weights a way between them.
+
+    On a CPU at most ``RANKS_PER_CORE`` ranks a core, all together.
+    """
+    # It needs torch, which takes seconds.
+    from rltrain.planning.placement import Placement, arithmetic, count_ranks, place_on_gpus
+    from rltrain.planning.weight_transport import check_transfer
+
+    ranks = count_ranks(config)
+    if device == "cpu" and ranks > RANKS_PER_CORE * cores:
+        raise ValueError(
+            f"expected at most {RANKS_PER_CORE} ranks a core, {RANKS_PER_CORE * cores} on {cores} "
+            f"cores, found {ranks}: {arithmetic(config)}. Lower policy.parallel.* or "
+            "rollout.num_engines"
+        )
+    if device == "cpu":
+        check_transfer(config, Placement("cpu"))
+        return
+    usable = gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
+    if usable > gpus or gpus == 0:
+        raise ValueError(
+            f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
+        )
+    check_transfer(config, place_on_gpus(config, usable))

@@ -1,0 +1,112 @@
+"""Why a run does not fit the machine, and what to change. Pure."""
+
+from rltrain.config import Config
+from rltrain.planning.engine_memory import EngineMemory
+from rltrain.planning.machine import GpuMachine
+from rltrain.planning.memory_terms import Term, gib, total
+from rltrain.planning.placement import Placement, place_on_gpus
+from rltrain.planning.plan_colocation import ASLEEP, AWAY, weight_sync
+
+NODE = 8
+"""GPUs of a node."""
+REMEDIES = {
+    "parameters": "more policy.parallel.ep, pp or tp",
+    "gradients": "more policy.parallel.ep, pp or tp",
+    "optimizer": "more policy.parallel.dp: data-parallel ranks share it out",
+    "reference": "algorithm.kl.coef=0, or more policy.parallel.ep, pp or tp",
+    "activations": "policy.recompute=full, fewer policy.max_tokens_per_micro_batch, more tp or cp",
+    "a layer at work": "fewer policy.max_tokens_per_micro_batch, more tp or cp",
+    "logits": "fewer policy.max_tokens_per_micro_batch, or more policy.parallel.tp or cp",
+    "gradient of the head": "more policy.parallel.tp",
+}
+
+
+def find_faults(
+    config: Config,
+    policy: list[list[Term]],
+    engine: EngineMemory | None,
+    machine: GpuMachine,
+    placement: Placement,
+) -> list[str]:
+    """One line each; none where the run fits.
+
+    Args:
+        policy: what a rank of each pipeline stage holds
+        engine: what an engine rank holds, where there are any
+    """
+    if engine is None or not placement.colocated:
+        return [
+            *_gpu_faults(config, machine),
+            *_policy_faults(policy, machine.memory),
+            *(_engine_faults(engine, machine.memory) if engine else []),
+        ]
+    return [
+        *_gpu_faults(config, machine),
+        *_policy_faults(policy, machine.memory - ASLEEP),
+        *_engine_faults(engine, machine.memory - AWAY),
+        *_sync_faults(policy, engine, machine.memory),
+    ]
+
+
+def planned(config: Config, machine: GpuMachine) -> Placement:
+    """Where ranks go on the machine, or would on one with enough GPUs.
+
+    Raises:
+        ValueError: no number of GPUs is enough.
+    """
+    enough = place_on_gpus(config, None)
+    return enough if _too_few(config, machine) else place_on_gpus(config, machine.gpus)
+
+
+def _too_few(config: Config, machine: GpuMachine) -> str:
+    """The arithmetic, where there are too few GPUs."""
+    try:
+        place_on_gpus(config, machine.gpus)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _gpu_faults(config: Config, machine: GpuMachine) -> list[str]:
+    faults = [fault] if (fault := _too_few(config, machine)) else []
+    if config.engine_ranks and config.rollout.tensor_parallel > NODE:
+        faults.append(
+            f"rollout.tensor_parallel={config.rollout.tensor_parallel}: an engine lies on one node "
+            f"of {NODE} GPUs; lower it, or hold the weights in rollout.quantization=fp8"
+        )
+    return faults
+
+
+def _policy_faults(policy: list[list[Term]], there: int) -> list[str]:
+    faults = []
+    for stage, terms in enumerate(policy):
+        if (over := total(terms) - there) > 0:
+            largest = max((t for t in terms if t.what in REMEDIES), key=lambda t: t.nbytes)
+            faults.append(
+                f"policy rank of stage {stage}: {gib(over)} too much; most is {largest.what} "
+                f"({gib(largest.nbytes)}): {REMEDIES[largest.what]}"
+            )
+    return faults
+
+
+def _engine_faults(engine: EngineMemory, there: int) -> list[str]:
+    faults = []
+    if engine.sequences < 1:
+        faults.append(
+            "engine rank: its KV cache holds no sequence of full length; raise "
+            "rollout.tensor_parallel or rollout.gpu_memory_utilization"
+        )
+    if (over := total([*engine.terms, *engine.outside]) - there) > 0:
+        faults.append(f"engine rank: {gib(over)} too much; lower rollout.gpu_memory_utilization")
+    return faults
+
+
+def _sync_faults(policy: list[list[Term]], engine: EngineMemory, there: int) -> list[str]:
+    over = max(weight_sync(stage, engine).nbytes for stage in policy) - there
+    if over <= 0:
+        return []
+    return [
+        f"weight sync: {gib(over)} too much, where the weights of policy and engine share a GPU; "
+        "more policy.parallel.ep, pp or tp, more rollout.tensor_parallel, or "
+        "cluster.placement=disaggregated"
+    ]

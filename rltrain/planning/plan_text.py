@@ -1,0 +1,189 @@
+"""The text of ``rltrain plan``: placement, batch identity, memory and its arithmetic."""
+
+from collections.abc import Iterable
+from math import ceil
+
+from rltrain.config import Config
+from rltrain.parallel.layer_map import Pipeline
+from rltrain.planning import policy_memory as memory
+from rltrain.planning.engine_memory import EngineMemory, engine_memory
+from rltrain.planning.machine import GpuMachine
+from rltrain.planning.memory_terms import GIB, Term, gib, total
+from rltrain.planning.placement import Placement
+from rltrain.planning.plan_colocation import generation, host, training, weight_sync
+from rltrain.planning.plan_faults import NODE, find_faults, planned
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.huggingface.stored_model import numel, owned
+
+ONE_NODE = "a run spans one node today"
+RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
+
+
+def describe(
+    config: Config, arch: Architecture, machine: GpuMachine, note: str, *, has_critic: bool
+) -> tuple[str, bool]:
+    """The whole text, and whether the run fits and can run."""
+    placement = planned(config, machine)
+    stages = range(config.policy.parallel.pp)
+    policy = [policy_terms(config, arch, stage, has_critic=has_critic) for stage in stages]
+    engine = engine_memory(config, arch, machine.memory) if config.engine_ranks else None
+    blocks = [
+        model_lines(arch, note),
+        _placement(config, arch, machine, placement),
+        batch_lines(config, arch),
+        _policy(config, arch, policy),
+        _engine(config, engine) if engine else [],
+        _turns(config, policy, engine) if engine and placement.colocated else [],
+    ]
+    faults = find_faults(config, policy, engine, machine, placement)
+    verdict = [
+        f"{'does not fit' if faults else 'fits'}: {gib(machine.memory)} a GPU, "
+        f"{gib(max(map(total, policy)))} the fullest policy rank",
+        *(f"  {fault}" for fault in faults),
+    ]
+    nodes = ceil(placement.num_gpus / NODE)
+    if nodes > 1:
+        verdict.append(f"cannot run: needs {nodes} nodes of {NODE} GPUs; {ONE_NODE}")
+    text = "\n\n".join("\n".join(block) for block in (*blocks, verdict) if block)
+    return f"{text}\n", not faults and nodes == 1
+
+
+def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: bool) -> list[Term]:
+    """All that lies on the GPU of a policy rank of a stage, see `policy_memory`."""
+    width = 4 if config.policy.precision.params == "fp32" else 2
+    terms = memory.states(config, memory.count(config, arch, stage), width)
+    if has_critic and config.critic.placement == "shared":
+        terms += memory.critic_states(config, arch, stage, width)
+    return [
+        *terms,
+        *max(
+            memory.passes(config, arch, stage, width),
+            memory.scoring(config, arch, stage, width),
+            key=total,
+        ),
+        RESERVE,
+    ]
+
+
+def model_lines(arch: Architecture, note: str) -> list[str]:
+    count = sum(numel(p) for p in owned(arch) if p.rule.kind != "buffer")
+    experts = f", {arch.num_experts} experts, {arch.experts_per_token} a token"
+    return [
+        f"model: {arch.family}, {count:,} parameters, {arch.num_layers} layers"
+        f"{experts if arch.num_experts else ''}",
+        f"  {note}",
+    ]
+
+
+def _placement(
+    config: Config, arch: Architecture, machine: GpuMachine, placement: Placement
+) -> list[str]:
+    p, rollout = config.policy.parallel, config.rollout
+    there = "" if machine.gpus is None else f"; there are {machine.gpus}"
+    lines = [
+        "placement",
+        f"  policy: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} = {p.world_size} ranks; experts "
+        f"over ep {p.ep} x etp {p.etp}",
+        *stage_lines(config, arch),
+    ]
+    if placement.critic:
+        lines.append(f"  critic: {p.world_size} ranks, placement={config.critic.placement}")
+    if config.engine_ranks:
+        lines.append(
+            f"  engines: {rollout.num_engines} x {rollout.tensor_parallel} = "
+            f"{config.engine_ranks} ranks"
+            + ", in turns with the policy on its GPUs"
+            * placement.colocated
+        )
+    nodes = ceil(placement.num_gpus / NODE)
+    lines.append(f"  GPUs: {placement.num_gpus}, {number(nodes, 'node')} of {NODE}{there}")
+    return lines
+
+
+def stage_lines(config: Config, arch: Architecture) -> list[str]:
+    p = config.policy.parallel
+    pipeline = Pipeline.of(p)
+    lines = []
+    for stage in range(p.pp):
+        chunks = (pipeline.chunk_layers(arch.num_layers, stage, chunk) for chunk in range(p.vpp))
+        spans = ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks)
+        lines.append(f"    stage {stage}: layers {spans}")
+    return lines
+
+
+def batch_lines(config: Config, arch: Architecture) -> list[str]:
+    trainer, p, policy = config.trainer, config.policy.parallel, config.policy
+    group = config.algorithm.group_size if config.algorithm.type == "rl" else 1
+    update = memory.sequences_per_update(config)
+    sequences = trainer.prompts_per_step * group
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    lines = [
+        "batch",
+        f"  {trainer.prompts_per_step} prompts x {group} responses = {sequences} sequences a step "
+        f"= {number(trainer.mini_batches, 'update')} x {update} sequences",
+        f"  {update} sequences / dp {p.dp} = {update // p.dp} a data-parallel rank and update, in "
+        f"at most {number(memory.max_micro_batches(config), 'micro-batch')} of at most "
+        f"{policy.max_tokens_per_micro_batch:,} tokens",
+        f"  at most {sequences:,} x ({config.data.max_prompt_tokens:,} prompt + "
+        f"{config.rollout.max_response_tokens:,} response) = {sequences * longest:,} tokens a step",
+    ]
+    if arch.num_experts and config.routing_replay.capture and config.engine_ranks:
+        width = 1 if arch.num_experts <= 256 else 2
+        layers, k = len(arch.moe_layers), arch.experts_per_token
+        lines.append(
+            f"  routes, in host memory: at most {sequences * longest:,} tokens x {layers} layers x "
+            f"{k} experts x {width} = {gib(sequences * longest * layers * k * width)} a step"
+        )
+    return lines
+
+
+def _policy(config: Config, arch: Architecture, policy: list[list[Term]]) -> list[str]:
+    fullest = max(range(len(policy)), key=lambda stage: total(policy[stage]))
+    parts = memory.count(config, arch, fullest).parts
+    lines = [
+        f"memory of a policy rank; stage {fullest} of {len(policy)} is the fullest",
+        "  it holds " + ", ".join(f"{part} {n:,}" for part, n in parts.items()),
+        *term_lines(policy[fullest]),
+    ]
+    if len(policy) > 1:
+        totals = ", ".join(f"{total(terms) / GIB:.1f}" for terms in policy)
+        lines.append(f"  by stage: {totals} GiB")
+    return lines
+
+
+def _engine(config: Config, engine: EngineMemory) -> list[str]:
+    lines = ["memory of an engine rank", *term_lines(engine.terms)]
+    lines += ["  besides", *term_lines(engine.outside)]
+    if engine.sequences < engine.wanted:
+        lines.append(
+            f"  of {engine.wanted} sequences at once {engine.sequences} can be of full length; "
+            "vLLM lets others wait"
+        )
+    return lines
+
+
+def _turns(config: Config, policy: list[list[Term]], engine: EngineMemory) -> list[str]:
+    turns = [
+        generation(engine),
+        training(max(policy, key=total)),
+        max((weight_sync(stage, engine) for stage in policy), key=lambda term: term.nbytes),
+    ]
+    return [
+        "a GPU that policy and engine share, by turn",
+        *map(_line, turns),
+        _line(host(config, policy, engine)),
+    ]
+
+
+def term_lines(terms: Iterable[Term]) -> list[str]:
+    terms = list(terms)
+    return [*map(_line, terms), f"  {total(terms) / GIB:9.3f} GiB"]
+
+
+def _line(term: Term) -> str:
+    return f"  {term.nbytes / GIB:9.3f} GiB  {term.what}: {term.how}"
+
+
+def number(count: int, of: str) -> str:
+    plural = "" if count == 1 else "es" if of.endswith("ch") else "s"
+    return f"{count:,} {of}{plural}"

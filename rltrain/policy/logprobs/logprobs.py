@@ -1,0 +1,205 @@
+"""Log-probabilities and entropy of tokens, without all their logits at once.
+
+The vocabulary is cut into blocks: by tensor-parallel rank, and on each rank by what fits. The
+backward pass makes each block's logits again (as cut cross-entropy: Wijmans et al.,
+arXiv:2411.09009), but for the first ones, as many as memory is given for. Blocks cut the vocabulary
+and not the tokens, so every row of the head is in one, and its gradient is summed over tokens
+within one product.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.planning.policy_memory import BLOCK
+from rltrain.policy.logprobs.online_softmax import (
+    Part,
+    Weights,
+    absorb,
+    differentiate,
+    nothing,
+    over_ranks,
+)
+
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How a rank's logits become log-probabilities."""
+
+    size: int
+    """Ids at or past it are padding of the embedding and get no probability."""
+    rank: int = 0
+    """Which slice of the vocabulary this rank has."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the other slices, None if this is all of it."""
+    temperature: float = 1.0
+    fp32: bool = True
+    """The head's products are summed and returned in fp32, else in the dtype of its weight."""
+    kept_bytes: int = 0
+    """Of a rank's softmax, what may be kept for the backward pass in place of a second product."""
+
+    def own(self, targets: Tensor, width: int) -> tuple[Tensor, int]:
+        """Targets by column of this rank's slice, and how many of its columns are no padding."""
+        first = self.rank * width
+        return targets - first, max(0, min(width, self.size - first))
+
+
+def logprobs_of_hidden(
+    hidden: Tensor, head: Tensor, targets: Tensor, vocabulary: Vocabulary, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden head^T / temperature)[target] and the entropy, both differentiable.
+
+    The gradient of ``hidden`` is that of this rank's slice, to be summed over the group.
+
+    Args:
+        hidden: what the head reads  # [S, H]
+        head: this rank's rows of it  # [V / tp, H]
+        targets: token ids; rows whose result nobody reads may hold any valid id  # [S]
+        block: logits to hold at once
+
+    Returns:
+        float32  # [S], [S]
+    """
+    if not torch.is_grad_enabled():
+        vocabulary = replace(vocabulary, kept_bytes=0)
+    logprobs, entropy = _OfHidden.apply(hidden, head, targets, vocabulary, block)
+    return logprobs, entropy
+
+
+def logprobs_of_logits(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """As `logprobs_of_hidden`, of logits that are already there, which stay as they are.
+
+    Args:
+        logits: this rank's slice of the vocabulary  # [S, V / tp]
+    """
+    logprobs, entropy = _OfLogits.apply(logits, targets, vocabulary)
+    return logprobs, entropy
+
+
+class _OfHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, vocabulary: Vocabulary, block: int
+    ) -> tuple[Tensor, Tensor]:
+        local, real = vocabulary.own(targets, len(head))
+        ctx.blocks = _blocks(real, block // max(1, len(hidden)))
+        ctx.grad_dtype = _grad_dtype(hidden, vocabulary.fp32)
+        add, _ = _functions(hidden.device)
+        part, left = nothing(local), vocabulary.kept_bytes
+        ctx.kept = []
+        for rows in ctx.blocks:
+            logits = _logits(hidden, head[rows], vocabulary.fp32)
+            nbytes = logits.numel() * ctx.grad_dtype.itemsize
+            values = torch.empty_like(logits, dtype=ctx.grad_dtype) if nbytes <= left else None
+            part = add(part, logits, local - rows.start, vocabulary.temperature, values)
+            left = 0 if values is None else left - nbytes
+            ctx.kept.append(None if values is None else Weights(values, part[0]))
+        logprobs, *softmax = over_ranks(part, vocabulary.group)
+        ctx.set_materialize_grads(False)  # None tells that nothing was made of an output
+        ctx.save_for_backward(hidden, head, local, *softmax)
+        ctx.vocabulary = vocabulary
+        return logprobs, softmax[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, local, *softmax = ctx.saved_tensors
+        fp32, temperature = ctx.vocabulary.fp32, ctx.vocabulary.temperature
+        _, gradient_of = _functions(hidden.device)
+        dense = _dense(grads, local)
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        held, ctx.kept = ctx.kept, [None] * len(ctx.blocks)  # the loss keeps ctx for longer
+        for rows, kept in zip(ctx.blocks, held, strict=True):
+            of = _logits(hidden, head[rows], fp32) if kept is None else kept
+            own = local - rows.start
+            grad = gradient_of(of, own, softmax, dense, temperature, ctx.grad_dtype)
+            _add_product(grad_hidden, grad, head[rows])
+            if grad_head is not None:
+                grad_head[rows] = _product(grad.t(), hidden)
+        return grad_hidden.to(hidden.dtype), grad_head, None, None, None
+
+
+class _OfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary
+    ) -> tuple[Tensor, Tensor]:
+        local, real = vocabulary.own(targets, logits.shape[1])
+        part = nothing(local)
+        if real:
+            part = absorb(part, logits[:, :real], local, vocabulary.temperature)
+        logprobs, *softmax = over_ranks(part, vocabulary.group)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, local, *softmax)
+        ctx.real, ctx.temperature = real, vocabulary.temperature
+        return logprobs, softmax[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, local, *softmax = ctx.saved_tensors
+        grad = torch.zeros_like(logits)
+        own = logits[:, : ctx.real]
+        dense = _dense(grads, local)
+        grad[:, : ctx.real] = differentiate(
+            own, local, softmax, dense, ctx.temperature, logits.dtype
+        )
+        return grad, None, None
+
+
+def _blocks(width: int, at_once: int) -> list[slice]:
+    """Columns of the logits, or rows of the head; whole tiles of a product, where there are any."""
+    size = max(1, at_once - at_once % TILE if at_once > TILE else at_once)
+    return [slice(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _grad_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
+    """Of logits. On a GPU as every gradient of the model: there a product in fp32 costs that of ten
+    in bf16."""
+    return torch.float32 if fp32 and not hidden.is_cuda else hidden.dtype
+
+
+def _logits(hidden: Tensor, rows: Tensor, fp32: bool) -> Tensor:
+    return _product(hidden, rows.t()) if fp32 else hidden @ rows.t()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in fp32: of bf16 the products are exact, and sums are what fp32 rounds."""
+    if _sums_bf16_in_fp32(a, b):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, as `_product`."""
+    if _sums_bf16_in_fp32(a, b):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a.float() @ b.float()
+
+
+def _sums_bf16_in_fp32(a: Tensor, b: Tensor) -> bool:
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16
+
+
+def _functions(device: torch.device) -> tuple[Callable[..., Part], Callable[..., Tensor]]:
+    """`absorb` and `differentiate`; on a GPU as one kernel each, where these run ten."""
+    if device.type != "cuda":
+        return absorb, differentiate
+    from rltrain.policy.logprobs import softmax_kernels
+
+    return softmax_kernels.absorb, softmax_kernels.differentiate
+
+
+def _dense(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor]:
+    of_logprob, of_entropy = (
+        torch.zeros_like(like, dtype=torch.float32) if grad is None else grad for grad in grads
+    )
+    return of_logprob, of_entropy

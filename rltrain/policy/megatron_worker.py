@@ -1,0 +1,175 @@
+"""One rank of a model that learns: what the ranks of the policy and of the critic share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from rltrain.algorithms.objective import Sums
+from rltrain.batch import Batch
+from rltrain.config import Config
+from rltrain.config.optimizer import OptimizerConfig
+from rltrain.policy import model_checkpoint as checkpoint
+from rltrain.policy.megatron.megatron_model import build_model
+from rltrain.policy.megatron.mesh import init_mesh
+from rltrain.policy.offload import Part, Parts, Residency, gradients, state, weights
+from rltrain.policy.optimizer import build_optimizer, take_step
+from rltrain.policy.passes.micro_batch import MicroBatch, cut
+from rltrain.policy.passes.passes import ModelOnMesh, Objective, Recorder, accumulate
+from rltrain.policy.types import Plan, Updated
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.huggingface.load import load_huggingface
+from rltrain.weights.huggingface.stored_model import POLICY
+
+
+class Learner:
+    """A rank's place in a Megatron world, its part of the model, and a step's sequences.
+
+    A subclass sets ``model``, what its passes run.
+    """
+
+    model: ModelOnMesh
+
+    def __init__(
+        self,
+        config: Config,
+        arch: Architecture,
+        optimizer: OptimizerConfig,
+        rank: int,
+        init_method: str,
+        model_path: str,
+        device: torch.device,
+        *,
+        steps: int,
+    ) -> None:
+        """
+        Args:
+            steps: trainer steps in which it is updated, if each mini-batch has a loss token
+        """
+        self.config = config
+        self.arch = arch
+        self.device = device
+        self.model_path = model_path
+        self.freeze_router = optimizer.freeze_router
+        self.mesh = init_mesh(
+            config.policy.parallel,
+            rank,
+            config.policy.parallel.world_size,
+            init_method,
+            device,
+            seed=config.trainer.seed,
+            timeout_s=config.cluster.call_timeout_s,
+        )
+        self.chunks = self._load(ddp=True)
+        self.optimizer, self.learning_rate = build_optimizer(
+            self.chunks,
+            optimizer,
+            config.policy.precision,
+            device,
+            total_updates=steps * config.trainer.mini_batches,
+        )
+        self.shard: Batch | None = None
+
+    def _load(self, *, ddp: bool) -> list[MegatronModule]:
+        chunks = build_model(
+            self.arch,
+            self.config.policy,
+            self.mesh,
+            device=self.device,
+            routing_replay=self.arch.num_experts > 0 and not self.arch.value_head,
+            ddp=ddp,
+            freeze_router=self.freeze_router,
+        )
+        if (weights := self.config.model.weights) is not None:
+            folder = Path(weights).expanduser() / POLICY
+            checkpoint.load_weights(str(folder), chunks, self.mesh)
+        else:
+            load_huggingface(self.model_path, chunks, self.arch, self.mesh)
+        return chunks
+
+    def place(self) -> dict[str, Any]:
+        """Which shard this rank needs, and what it runs on."""
+        return {"rank": self.mesh.rank, "dp_rank": self.mesh.dp_rank, "device": str(self.device)}
+
+    # Its memory
+
+    @cached_property
+    def residency(self) -> Residency:
+        """Made at the first use, when a subclass has all its parts."""
+        return Residency(self.device, self._parts())
+
+    def _parts(self) -> Parts:
+        return {
+            "parameters": lambda: weights(self.chunks),
+            "gradients": lambda: gradients(self.chunks),
+            "optimizer": lambda: state(self.optimizer),
+        }
+
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Leave the device memory of ``parts`` to others; see `Residency`."""
+        self.residency.offload(parts)
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Take the device memory of ``parts`` back; see `Residency`."""
+        self.residency.onload(parts)
+
+    # A pass
+
+    def _shard(self) -> Batch:
+        assert self.shard is not None, "begin_step comes first"
+        return self.shard
+
+    def _cut(self, plan: Plan, shard: Batch) -> list[MicroBatch]:
+        grid = replace(self.mesh.token_grid, align=self.config.policy.slot_align)
+        return cut(shard, plan, grid, self.device)
+
+    def _accumulate(
+        self,
+        plan: Plan,
+        shard: Batch,
+        objective: Objective,
+        *,
+        replay: bool = False,
+        recorder: Recorder | None = None,
+    ) -> list[Sums]:
+        """The gradient of the planned sequences, from zero; what the objective summed."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return accumulate(
+            self.model, self._cut(plan, shard), objective, replay=replay, recorder=recorder
+        )
+
+    def _take_step(self, found: Sequence[Sums]) -> Updated | None:
+        """Update the parameters; one rank speaks for all that summed over the same tokens."""
+        lr = self.learning_rate.step()
+        grad_norm = take_step(self.optimizer)
+        # Each context-parallel rank has the sums of its own tokens.
+        if self.mesh.tp_rank or not self.mesh.is_last_stage:
+            return None
+        totals, maxima = found[0].totals, found[0].maxima
+        return Updated(
+            totals={n: float(_stacked([s.totals for s in found], n).sum()) for n in totals},
+            maxima={n: float(_stacked([s.maxima for s in found], n).max()) for n in maxima},
+            grad_norm=grad_norm,
+            lr=lr,
+        )
+
+    # Checkpoints
+
+    def save(self, folder: str) -> None:
+        """Write parameters and optimizer state. Collective; all ranks share the folder's disk."""
+        checkpoint.save(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote. Collective."""
+        checkpoint.load(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+
+
+def _stacked(sums: Sequence[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.stack([s[name] for s in sums])

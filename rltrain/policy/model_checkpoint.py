@@ -1,0 +1,133 @@
+"""A model's parameters and optimizer state in Megatron's distributed format.
+
+``fully_reshardable``: what one layout saved another one loads. The format holds pickles, so what is
+opened here must have been trusted first (`rltrain.controller.run_checkpoint`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from rltrain.policy.megatron.mesh import Mesh
+from rltrain.policy.megatron.value_head import ValueHead
+from rltrain.policy.optimizer import LearningRate
+
+_HEAD = "output_layer.weight"
+
+
+def save(
+    folder: str,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    learning_rate: LearningRate,
+    mesh: Mesh,
+) -> None:
+    """Write into the empty folder ``folder``. Collective."""
+    state = _sharded_state(chunks, optimizer, mesh, is_loading=False)
+    state["updates"] = learning_rate.update
+    dist_checkpointing.save(state, folder, content_metadata=content_metadata(mesh))
+
+
+def load(
+    folder: str,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    learning_rate: LearningRate,
+    mesh: Mesh,
+) -> None:
+    """Read what `save` wrote, in this layout or another. Collective."""
+    state = dist_checkpointing.load(
+        _sharded_state(chunks, optimizer, mesh, is_loading=True), folder
+    )
+    for number, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state[f"model{number}"])
+    with torch.no_grad():
+        optimizer.load_state_dict(state["optimizer"])
+    learning_rate.update = state["updates"]
+
+
+def save_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
+    """Write the parameters alone into the empty folder ``folder``. Collective."""
+    dist_checkpointing.save(
+        _model_states(_bare(chunks), mesh), folder, content_metadata=content_metadata(mesh)
+    )
+
+
+def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
+    """Read the parameters alone, of what `save`, `save_weights` or ``rltrain import`` wrote.
+    Collective.
+
+    Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
+    Transformer Engine keeps besides is not read, nor a critic's head: a new model has its own.
+    """
+    bare = _bare(chunks)
+    own: tuple[str, ...] = ("_extra_state",)
+    wanted = _model_states(bare, mesh)
+    for number, model in enumerate(bare):
+        if isinstance(getattr(model, "output_layer", None), ValueHead):
+            own = (*own, _HEAD)
+            del wanted[f"model{number}"][_HEAD]
+    state = dist_checkpointing.load(wanted, folder)
+    for number, model in enumerate(bare):
+        left = model.load_state_dict(state[f"model{number}"], strict=False)
+        assert all(name.endswith(own) for name in left.missing_keys), left
+        assert not left.unexpected_keys, left
+
+
+def _bare(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    return [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+
+
+def _model_states(bare: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
+    """The tensors of each chunk, without what Transformer Engine keeps besides."""
+    metadata = sharded_metadata(mesh)
+    return {
+        f"model{number}": {
+            name: value
+            for name, value in model.sharded_state_dict(metadata=metadata).items()
+            if not isinstance(value, ShardedObject)
+        }
+        for number, model in enumerate(bare)
+    }
+
+
+def _sharded_state(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    mesh: Mesh,
+    *,
+    is_loading: bool,
+) -> dict[str, Any]:
+    metadata = sharded_metadata(mesh)
+    models = {
+        f"model{number}": chunk.module.sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(chunks)
+    }
+    return {
+        **models,
+        "optimizer": optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
+        "updates": 0,
+    }
+
+
+def sharded_metadata(mesh: Mesh) -> dict[str, Any]:
+    """What Megatron's modules are told when they are asked for their sharded state."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mesh.dp_cp_group,
+    }
+
+
+def content_metadata(mesh: Mesh) -> dict[str, Any]:
+    """The same, as far as it can be kept in a file."""
+    plain = sharded_metadata(mesh)
+    del plain["dp_cp_group"]
+    return plain

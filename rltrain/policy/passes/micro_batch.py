@@ -1,0 +1,148 @@
+"""A micro-batch: some sequences of this rank's shard, laid out for its slots, on its device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rltrain.batch import Batch
+from rltrain.parallel.token_layout import PAD, TokenGrid, TokenLayout, layout_tokens, take
+from rltrain.policy.passes.replay import Target
+from rltrain.routing.agreement import spread_experts
+from rltrain.routing.align import last_rows
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Every ``[S]`` tensor it yields is gathered through one `TokenLayout`."""
+
+    number: int  # within its pass
+    batch: Batch  # the sequences of this micro-batch, on the CPU, without their routes
+    shard: Batch  # all sequences of this rank: routes are gathered from it, not copied with a cut
+    token_index: Tensor  # where its tokens lie in the shard  # [n]
+    layout: TokenLayout
+    device: torch.device
+    has_gaps: bool  # False: of the shard's rows only last ones have no route
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        tokens = take(self.batch.tokens, self.layout.tokens, 0)
+        return to_device(tokens, self.device).unsqueeze(0)  # [1, S]
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        lens = self.batch.seq_lens
+        positions = torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens).repeat_interleave(lens)
+        positions = take(positions, self.layout.tokens, 0)
+        return to_device(positions, self.device).unsqueeze(0)  # [1, S]
+
+    @cached_property
+    def target_ids(self) -> Tensor:
+        return to_device(take(self.batch.tokens, self.layout.targets, 0), self.device)  # [S]
+
+    @cached_property
+    def packed_seq_params(self) -> PackedSeqParams:
+        cu_seqlens = to_device(self.layout.cu_seqlens, self.device)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=self.layout.max_seqlen,
+            max_seqlen_kv=self.layout.max_seqlen,
+        )
+
+    def at_targets(self, values: Tensor) -> Tensor:
+        """A field of the batch, at the slots that yield a token's logprob.  # [n] -> [S]"""
+        return to_device(take(values, self.layout.targets, 0), self.device)
+
+    def route_targets(
+        self, layers: Sequence[int], wanted: Sequence[int], num_experts: int, *, record: bool
+    ) -> dict[int, Target]:
+        """What each router must choose, by layer.
+
+        Where only last tokens owe no route, they get experts as padding does, and no router has to
+        choose: nothing reads what they become. Not so where it is recorded what routers choose.
+
+        Args:
+            layers: the layers of the routes' layer dim, in its order
+            wanted: those of them that are about to run
+        """
+        (routes,) = self.shard.require("replay_expert_indices")
+        (mask,) = self.batch.require("replay_mask")
+        assert routes.shape[1] == len(layers), (routes.shape, layers)
+        rows = take(self.token_index, self.layout.routers, 0)
+        padding = self.layout.routers == PAD
+        known = take(mask, self.layout.routers, True)
+        complete = not record and not (self.has_gaps and self._owes(known))
+        of_rows = None if complete else to_device(known, self.device)
+        spread = padding | ~known if complete else padding
+        experts = self._gathered(routes, rows, spread, num_experts)
+        if list(wanted) != list(layers):
+            own = torch.tensor([layers.index(x) for x in wanted], dtype=torch.int64)
+            experts = experts.index_select(1, to_device(own, self.device))
+        by_layer = experts.transpose(0, 1).contiguous().unbind()  # L times [S, K]
+        return {layer: Target(it, of_rows) for layer, it in zip(wanted, by_layer, strict=True)}
+
+    def _owes(self, known: Tensor) -> bool:
+        """Whether a slot's router must choose though its token is not the last of a sequence."""
+        unread = take(last_rows(self.batch.seq_lens), self.layout.routers, False)
+        return bool((~known & ~unread).any())
+
+    def _gathered(self, routes: Tensor, rows: Tensor, spread: Tensor, num_experts: int) -> Tensor:
+        """As `rltrain.routing.align.router_targets`, on the device, where it costs next to nothing.
+
+        Args:
+            rows: of ``routes``, any for padding  # [S]
+            spread: which slots get experts as padding does, bool  # [S]
+        """
+        count, k = len(rows), routes.shape[2]
+        if len(routes) == 0:
+            experts = routes.new_zeros((count, *routes.shape[1:]), device=self.device)
+        else:
+            index = to_device(rows, self.device)
+            experts = routes.to(self.device).index_select(0, index)
+        at = spread.nonzero().flatten()
+        # Rounded up, so that it is there already for most micro-batches.
+        instead = _spread(1 << len(at).bit_length(), k, num_experts, routes.dtype, self.device)
+        instead = instead[: len(at)].unsqueeze(1).expand(-1, routes.shape[1], -1)
+        return experts.index_copy_(0, to_device(at, self.device), instead)
+
+    def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
+        """Write per-slot values to where their tokens lie in the shard, in place."""
+        real = index != PAD
+        shard[self.token_index[index[real]]] = slots.to(shard.device)[real].to(shard)
+
+
+@lru_cache(maxsize=32)
+def _spread(
+    rows: int, k: int, num_experts: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return to_device(spread_experts(rows, k, num_experts).to(dtype), device)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy that the CPU does not wait for."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def cut(
+    shard: Batch, plan: Sequence[Sequence[int]], grid: TokenGrid, device: torch.device
+) -> list[MicroBatch]:
+    """Cut a shard by a plan of `rltrain.data.packing`: sequence numbers per micro-batch."""
+    light = shard.with_fields(rollout_expert_indices=None, replay_expert_indices=None)
+    mask = shard.replay_mask
+    has_gaps = mask is not None and bool((~mask & ~last_rows(shard.seq_lens)).any())
+    cuts = []
+    for number, rows in enumerate(plan):
+        part = light.select(rows)
+        layout = layout_tokens(part.seq_lens.tolist(), grid)
+        index = shard.token_index(rows)
+        cuts.append(MicroBatch(number, part, shard, index, layout, device, has_gaps))
+    return cuts

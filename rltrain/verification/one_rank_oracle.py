@@ -1,0 +1,246 @@
+"""Whether a layout computes what one rank computes: the ranks' side of `rltrain verify`.
+
+Three passes forward and backward, each compared with one rank that runs one sequence at a time in
+one chunk without recomputation: natively, on the routes that rank recorded, and on routes that were
+perturbed on purpose, some rows left to choose live. Unless replay happens in every router, for the
+right rows, also in recomputation, the third cannot agree.
+
+That rank computes in fp32, also where the layout does in bf16. Its weights are then those that bf16
+holds, and errors are of the root mean square: in bf16 the largest entry's is chance.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rltrain.batch import Batch
+from rltrain.data.packing import plan_step
+from rltrain.policy.megatron.megatron_model import build_model
+from rltrain.policy.megatron.mesh import Mesh, destroy_mesh, init_mesh
+from rltrain.policy.megatron.transformer_options import params_dtype
+from rltrain.policy.passes.micro_batch import MicroBatch, cut
+from rltrain.policy.passes.passes import ModelOnMesh, score
+from rltrain.policy.ranks import rendezvous
+from rltrain.routing.align import last_rows
+from rltrain.routing.codec import decode, encode
+from rltrain.verification.layout_case import MAX_TOKENS, Case
+from rltrain.verification.layout_row import NATIVE, PERTURBED, RECORDED, Row, result_file
+from rltrain.verification.observation import Observed, observe
+from rltrain.verification.pass_file import relative_error
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.mapping.seeded import fill
+
+
+def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> None:
+    """On one rank: what every model of ``cases`` computes, one file each."""
+    own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    for case in cases:
+        init = rendezvous(folder, f"reference of {case.name}")
+        with _model(case.alone, rank, init, own, weights=_dtype(case, own)) as model:
+            save_file(_reference(case, model, own), _reference_file(folder, case))
+
+
+def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
+    """On every rank of one world size: case after case, a JSON file for each that ended."""
+    own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    for case in cases:
+        with _model(case, rank, rendezvous(folder, case.name), own) as model:
+            row = _verify(folder, case, model, own)
+        if rank == 0:
+            file = result_file(folder, case)
+            file.with_suffix(".partial").write_text(json.dumps(asdict(row)))
+            os.replace(file.with_suffix(".partial"), file)
+
+
+def _reference(case: Case, model: ModelOnMesh, device: torch.device) -> dict[str, Tensor]:
+    arch, batch = model.arch, _batch(case)
+    plan = [[i] for i in range(batch.num_sequences)]
+    native = observe(model, batch, _cut(model.mesh, batch, plan, device), replay=False)
+    cuts = _cut(model.mesh, batch, plan, device)
+    scores = score(model, cuts, batch.num_tokens, replay=False, record=True)
+    assert scores.recorded is not None
+    recorded = scores.recorded.native
+    routes, mask = perturb(decode(recorded), batch.seq_lens, arch.num_experts)
+    replayed = batch.with_fields(replay_expert_indices=_encoded(routes, arch), replay_mask=mask)
+    perturbed = observe(model, replayed, _cut(model.mesh, replayed, plan, device), replay=True)
+    return {
+        "routes": recorded,
+        "perturbed routes": routes,
+        "perturbed mask": mask,
+        **_tensors(NATIVE, native),
+        **_tensors(PERTURBED, perturbed),
+    }
+
+
+def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Other experts in about half of the rows, and rows that choose live in about a tenth.
+
+    Args:
+        routes: int64  # [N, L, K]
+
+    Returns:
+        the routes, distinct within a row  # [N, L, K]
+        rows that must use them; never a last one, which owes no route  # [N]
+    """
+    generator = torch.Generator().manual_seed(0)
+    n, num_layers, k = routes.shape
+    other = torch.rand(n, num_layers, num_experts, generator=generator).topk(k).indices
+    changed = torch.rand(n, num_layers, 1, generator=generator) < 0.5
+    live = torch.rand(n, generator=generator) < 0.1
+    return torch.where(changed, other, routes), ~live & ~last_rows(seq_lens)
+
+
+def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) -> Row:
+    started = time.monotonic()
+    mesh, batch = model.mesh, _batch(case)
+    reference = load_file(_reference_file(folder, case))
+    multiple_of = case.parallel.micro_batch_multiple
+    plan = plan_step(list(case.seq_lens), 1, mesh.dp_size, MAX_TOKENS, multiple_of)
+    rows = plan.shards[mesh.dp_rank]
+    shard, index = batch.select(rows), batch.token_index(rows)
+    own = [case.arch.moe_layers.index(layer) for layer in model.route_layers]
+
+    def micro_batches(routes: str | None = None, mask: Tensor | None = None) -> list[MicroBatch]:
+        replayed = shard
+        if routes is not None:
+            assert mask is not None
+            replayed = shard.with_fields(
+                replay_expert_indices=_encoded(reference[routes].long() & 0xFFFF, case.arch)[index][
+                    :, own
+                ],
+                replay_mask=mask[index],
+            )
+        return _cut(mesh, replayed, plan.updates[0][mesh.dp_rank], device)
+
+    scores = score(model, micro_batches(), shard.num_tokens, replay=False, record=True)
+    assert scores.recorded is not None
+    wrong = int((scores.recorded.native != reference["routes"][index][:, own]).sum())
+    errors = {}
+    worst = {}
+    for name, routes, mask in (
+        (NATIVE, None, None),
+        (RECORDED, "routes", ~last_rows(batch.seq_lens)),
+        (PERTURBED, "perturbed routes", reference["perturbed mask"]),
+    ):
+        found = observe(model, shard, micro_batches(routes, mask), replay=routes is not None)
+        expected = PERTURBED if name == PERTURBED else NATIVE
+        error = relative_error if case.params == "fp32" else rms_error
+        errors[name], worst[name] = _errors(found, reference, expected, index, device, error)
+    num_micro_batches = len(plan.updates[0][mesh.dp_rank])
+    reruns = sum(n for chunk in range(len(model.chunks)) for n in model.reruns(chunk).values())
+    return Row(
+        **errors,
+        worst_gradient=worst[PERTURBED],
+        wrong_records=int(_over_ranks(float(wrong), device)),
+        num_forwards=num_micro_batches * len(model.route_layers),
+        num_reruns=num_micro_batches * reruns,
+        seconds=time.monotonic() - started,
+    )
+
+
+@contextmanager
+def _model(
+    case: Case,
+    rank: int,
+    init_method: str,
+    device: torch.device,
+    *,
+    weights: torch.dtype | None = None,
+) -> Iterator[ModelOnMesh]:
+    """The case's model in a world of its own.
+
+    Args:
+        weights: what their values are rounded to, by default what holds them
+    """
+    mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init_method, device)
+    chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
+    fill(chunks, case.arch, mesh, weights or _dtype(case, device))
+    try:
+        yield ModelOnMesh(chunks, case.arch, mesh, case.policy, temperature=1.0)
+    finally:
+        destroy_mesh()
+
+
+def _batch(case: Case) -> Batch:
+    """Random tokens; every prediction counts, with a weight of either sign."""
+    generator = torch.Generator().manual_seed(0)
+    n = sum(case.seq_lens)
+    return Batch(
+        tokens=torch.randint(case.arch.vocab_size, (n,), generator=generator),
+        seq_lens=torch.tensor(case.seq_lens),
+        response_mask=torch.ones(n, dtype=torch.bool),
+        loss_weights=torch.randn(n, generator=generator) / n,
+    )
+
+
+def _cut(mesh: Mesh, shard: Batch, plan: list[list[int]], device: torch.device) -> list[MicroBatch]:
+    return cut(shard, plan, mesh.token_grid, device)
+
+
+def _encoded(routes: Tensor, arch: Architecture) -> Tensor:
+    return torch.from_numpy(encode(routes.numpy(), arch.num_experts))
+
+
+def _tensors(name: str, found: Observed) -> dict[str, Tensor]:
+    assert found.logits is not None
+    gradients = {f"{name}/gradient/{key}": value for key, value in found.gradients.items()}
+    loss = torch.tensor(found.loss, dtype=torch.float64)
+    return {f"{name}/logits": found.logits, f"{name}/loss": loss, **gradients}
+
+
+def _dtype(case: Case, device: torch.device) -> torch.dtype:
+    return params_dtype(case.policy.precision, device)
+
+
+def rms_error(found: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
+    """Root mean square of the error over that of ``scale``, by default of what is expected; 0 of
+    nothing, as of a rank without sequences."""
+    if not found.numel():
+        return 0.0
+    off = (found.double() - expected.double()).square().mean().sqrt()
+    size = (expected if scale is None else scale).double().square().mean().sqrt()
+    return float(off / size) if size else float(off)
+
+
+def _errors(
+    found: Observed,
+    reference: dict[str, Tensor],
+    name: str,
+    index: Tensor,
+    device: torch.device,
+    error: Callable[..., float],
+) -> tuple[dict[str, float], str]:
+    """The largest errors over all ranks, and which parameter's gradient is worst."""
+    logits = 0.0
+    if found.logits is not None:
+        expected = reference[f"{name}/logits"]
+        logits = error(found.logits, expected[index], scale=expected)
+    prefix = f"{name}/gradient/"
+    names = {key.removeprefix(prefix) for key in reference if key.startswith(prefix)}
+    assert names == found.gradients.keys(), names ^ found.gradients.keys()
+    gradients = {
+        key: error(value, reference[prefix + key]) for key, value in found.gradients.items()
+    }
+    loss = error(torch.tensor(found.loss, dtype=torch.float64), reference[f"{name}/loss"])
+    worst = max(gradients, key=lambda key: gradients[key])
+    errors = {"logits": logits, "loss": loss, "gradient": gradients[worst]}
+    return {key: _over_ranks(value, device) for key, value in errors.items()}, worst
+
+
+def _over_ranks(value: float, device: torch.device) -> float:
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _reference_file(folder: Path, case: Case) -> Path:
+    return folder / f"{case.alone.name}.safetensors"

@@ -1,0 +1,70 @@
+"""``rltrain routes capture``: the routes of a rollout engine through given tokens."""
+
+import argparse
+import sys
+import tempfile
+
+import ray
+import torch
+
+from rltrain.config import Config
+from rltrain.controller.cluster.ray_cluster import cluster
+from rltrain.policy.passes.fetch_routes import fetch_routes
+from rltrain.rollout.engine import start_engine
+from rltrain.rollout.launch import EngineSpec, RouteCapture
+from rltrain.rollout.requests import Request, SamplingParams
+from rltrain.rollout.route_store import RouteStore
+from rltrain.routing.integrity import RouteShape
+from rltrain.verification.routes_file import Routes
+from rltrain.verification.routes_passes import model_of, tokens_of
+
+# One more token is sampled, so that the engine reads every given one, the last included.
+ONE = SamplingParams(temperature=1.0, max_tokens=1, greedy=True, capture_routes=True)
+
+
+def capture(options: argparse.Namespace) -> int:
+    """Start an engine, let it read the tokens as prompts, save what it chose."""
+    arch, folder = model_of(options.model)
+    if folder is None:
+        raise ValueError(f"{options.model}: vLLM reads a Hugging Face folder; give one")
+    tokens = tokens_of(options, arch, folder)
+    shape = RouteShape(arch.num_layers, arch.moe_layers, arch.num_experts, arch.experts_per_token)
+    with tempfile.TemporaryDirectory(prefix="rltrain-routes-") as logs:
+        config = _config(logs, options.dtype)
+        with cluster(config) as placed:
+            route_capture = RouteCapture(shape, RouteStore.remote())
+            longest = max(map(len, tokens))
+            spec = EngineSpec(str(folder), config.rollout, longest, 0, placed.device, route_capture)
+            engine, ready = start_engine(spec, **placed.engine_options(0))
+            ray.get(ready)
+            requests = [Request(sequence, 0, f"{n}", 0) for n, sequence in enumerate(tokens)]
+            refs = [rollout.routes for rollout in ray.get(engine.generate.remote(requests, ONE))]
+            fetched = torch.from_numpy(fetch_routes(refs, arch.moe_layers))
+    # Of each sequence the row of the sampled token, which nothing has read, is left out.
+    parts = [part[:-1] for part in fetched.split([len(sequence) + 1 for sequence in tokens])]
+    Routes(
+        ids=torch.cat(parts),
+        route_mask=torch.ones(sum(map(len, tokens)), dtype=torch.bool),
+        seq_lens=torch.tensor([len(sequence) for sequence in tokens]),
+        tokens=torch.tensor([token for sequence in tokens for token in sequence]),
+        layers=arch.moe_layers,
+        num_experts=arch.num_experts,
+        weight_version=refs[0].weight_version,
+        producer=refs[0].producer,
+    ).save(options.out)
+    sys.stdout.write(f"{options.out}\n")
+    return 0
+
+
+def _config(logs: str, dtype: str) -> Config:
+    return Config.model_validate(
+        {
+            "trainer": {"output_dir": logs},
+            "rollout": {
+                "max_response_tokens": 1,
+                "deterministic": True,
+                "dtype": dtype,
+                "engine_args": {"skip_tokenizer_init": True},
+            },
+        }
+    )

@@ -1,0 +1,199 @@
+"""``rltrain routes record`` and ``replay``: a pass on one layout of the policy."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rltrain.config.model import ModelConfig
+from rltrain.config.policy import PolicyConfig
+from rltrain.data.arithmetic import NUM_PROBLEMS, arithmetic_rows
+from rltrain.data.model_tokenizer import load_tokenizer
+from rltrain.data.prompts import encode_prompt, encode_response
+from rltrain.data.tokenizer_checks import check_tokenizer
+from rltrain.parallel.layer_map import Pipeline
+from rltrain.planning.machine import count_gpus
+from rltrain.verification.layout_models import MODELS
+from rltrain.verification.routes_arguments import existing, load_routes, parse_layout
+from rltrain.verification.routes_file import Routes
+from rltrain.verification.routes_inspection import inspect
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import read_architecture
+from rltrain.weights.huggingface.load import open_checkpoint
+
+TINY = "tiny:"
+
+Tokens = tuple[tuple[int, ...], ...]
+
+
+def record(options: argparse.Namespace) -> int:
+    arch, weights = model_of(options.model)
+    tokens = tokens_of(options, arch, weights)
+    beside = Path(options.out).with_suffix(".pass.safetensors")
+    _run(options, arch, weights, tokens, routes_out=Path(options.out), pass_out=beside)
+    sys.stdout.write(f"{options.out}\n{beside}\n")
+    return 0
+
+
+def replay(options: argparse.Namespace) -> int:
+    arch, weights = model_of(options.model)
+    routes = load_routes(options.routes)
+    check_replayable(routes, arch, options.routes)
+    tokens = tuple(tuple(part.tolist()) for part in routes.tokens.split(routes.seq_lens.tolist()))
+    check_tokens(tokens, arch, options.routes)
+    given = existing(options.routes)
+    _run(options, arch, weights, tokens, replay=given, pass_out=Path(options.out))
+    sys.stdout.write(f"{options.out}\n")
+    return 0
+
+
+def _run(
+    options: argparse.Namespace,
+    arch: Architecture,
+    weights: Path | None,
+    tokens: Tokens,
+    *,
+    pass_out: Path,
+    replay: Path | None = None,
+    routes_out: Path | None = None,
+) -> None:
+    """Check the layout, then start its ranks."""
+    policy = policy_of(options)
+    Pipeline.of(policy.parallel).check(arch.num_layers)
+    gpus = count_gpus()
+    if gpus and policy.parallel.world_size > gpus:
+        raise ValueError(
+            f"--layout {options.layout}: needs {policy.parallel.world_size} GPUs, found {gpus}"
+        )
+    if weights is not None:
+        open_checkpoint(weights, arch)  # a broken folder shows before ranks start
+    if not pass_out.absolute().parent.is_dir():
+        raise ValueError(f"{pass_out}: its folder does not exist; make it first")
+
+    from rltrain.policy.ranks import run_ranks
+    from rltrain.verification.offline_pass import Task, run_task
+
+    routed = f"routes of {replay.name}" if replay is not None else "native routes"
+    about = (
+        f"{options.model}, {options.layout or 'one rank'}, recompute {options.recompute}, {routed}"
+    )
+    task = Task(
+        arch, weights, policy, tokens, replay, routes_out, pass_out, f"{about}, {options.precision}"
+    )
+    device = "cuda" if gpus else "cpu"
+    with tempfile.TemporaryDirectory(prefix="rltrain-routes-") as folder:
+        size = policy.parallel.world_size
+        run_ranks(run_task, size, Path(folder), task, device, device=device, timeout_s=1800)
+
+
+def policy_of(options: argparse.Namespace) -> PolicyConfig:
+    """The policy that the options ask for; ValueError when they do not fit one another."""
+    recompute: dict[str, Any] = {"recompute": options.recompute}
+    if options.recompute == "block":
+        recompute = {"recompute": "full", "recompute_method": "block"}
+    elif options.recompute not in ("none", "full"):
+        modules = options.recompute.split("+")
+        recompute = {"recompute": "selective", "recompute_modules": modules}
+    return PolicyConfig.model_validate(
+        {
+            "parallel": parse_layout(options.layout),
+            "precision": {"params": options.precision},
+            "max_tokens_per_micro_batch": options.max_tokens,
+            **recompute,
+        }
+    )
+
+
+def model_of(name: str) -> tuple[Architecture, Path | None]:
+    """The architecture and the folder of the weights, None for a tiny model with seeded ones.
+
+    Raises:
+        ValueError: there is no such model, it is not supported, or it has no router.
+    """
+    if name.startswith(TINY):
+        known = name.removeprefix(TINY)
+        if known not in MODELS:
+            tiny = ", ".join(f"{TINY}{other}" for other in MODELS)
+            raise ValueError(f"{name}: expected a Hugging Face folder or one of {tiny}")
+        return MODELS[known], None
+    folder = Path(name).expanduser()
+    arch = read_architecture(folder)
+    if not arch.moe_layers:
+        raise ValueError(f"{name}: a dense model has no routes; choose a mixture of experts")
+    return arch, folder
+
+
+def tokens_of(options: argparse.Namespace, arch: Architecture, folder: Path | None) -> Tokens:
+    """The token ids of ``--tokens``, ``--prompt`` or ``--problem``, checked."""
+    if options.tokens is not None:
+        tokens, where = _read_tokens(existing(options.tokens)), options.tokens
+    elif folder is None:
+        raise ValueError(f"{options.model}: it has no tokenizer; give ids with --tokens FILE.json")
+    else:
+        tokens, where = (_encoded(options, folder),), str(folder)
+    check_tokens(tokens, arch, where)
+    return tokens
+
+
+def _encoded(options: argparse.Namespace, folder: Path) -> tuple[int, ...]:
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    check_tokenizer(tokenizer, folder)
+    if options.prompt is not None:
+        return encode_prompt(options.prompt, tokenizer, as_chat=False)[1]
+    if not 0 <= options.problem < NUM_PROBLEMS:
+        raise ValueError(f"--problem {options.problem}: expected 0 to {NUM_PROBLEMS - 1}")
+    row = arithmetic_rows(0, 0, options.problem + 1, seed=0)["train"][options.problem]
+    prompt = encode_prompt(row["prompt"], tokenizer, as_chat=False)[1]
+    return (*prompt, *encode_response(row["answer"], tokenizer))
+
+
+def _read_tokens(file: Path) -> Tokens:
+    expected = f"{file}: expected a JSON list of lists of token ids, like [[5, 7], [3, 1, 2]]"
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{expected}, found {error}") from error
+    lists = isinstance(found, list) and all(isinstance(sequence, list) for sequence in found)
+    if not lists or any(type(token) is not int for sequence in found for token in sequence):
+        raise ValueError(expected)
+    return tuple(map(tuple, found))
+
+
+def check_tokens(tokens: Sequence[Sequence[int]], arch: Architecture, where: str) -> None:
+    """ValueError unless a pass over these sequences has a loss and the model can read them."""
+    if not tokens or min(map(len, tokens)) < 1 or max(map(len, tokens)) < 2:
+        raise ValueError(
+            f"{where}: expected sequences of at least 1 token, one of 2 or more, found lengths "
+            f"{[len(sequence) for sequence in tokens][:8]}"
+        )
+    if (longest := max(map(len, tokens))) > arch.max_positions:
+        raise ValueError(
+            f"{where}: a sequence has {longest} tokens and the model takes {arch.max_positions}: "
+            "shorten it"
+        )
+    ids = [token for sequence in tokens for token in sequence]
+    if min(ids) < 0 or max(ids) >= arch.vocab_size:
+        raise ValueError(
+            f"{where}: expected token ids from 0 to {arch.vocab_size - 1}, found {min(ids)} to "
+            f"{max(ids)}: they are of another tokenizer"
+        )
+
+
+def check_replayable(routes: Routes, arch: Architecture, where: str) -> None:
+    """ValueError unless the routes are of such a model and every row has distinct experts."""
+    found = routes.layers, routes.ids.shape[2], routes.num_experts
+    expected = arch.moe_layers, arch.experts_per_token, arch.num_experts
+    if found != expected:
+        raise ValueError(
+            f"{where}: expected layers, experts per token and experts {expected} of the model, "
+            f"found {found}: the routes are of another model"
+        )
+    duplicates = inspect(routes).duplicate_rows
+    if bad := [layer for layer, rows in duplicates.items() if rows]:
+        raise ValueError(
+            f"{where}: {duplicates[bad[0]]} rows of layer {bad[0]} name an expert twice, which "
+            "Megatron computes wrongly without a word; `rltrain routes inspect` shows them all"
+        )

@@ -1,0 +1,42 @@
+"""What a Hugging Face folder holds besides weights: configuration and tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.huggingface.tensor_files import INDEX
+from rltrain.weights.mapping.mtp import MTP_FIELDS
+from rltrain.weights.sync.engine_fp8 import fp8_config
+
+_COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
+
+
+def copy_config(
+    source: Path, folder: Path, arch: Architecture, dtype: torch.dtype, *, fp8: bool = False
+) -> None:
+    """Configuration and tokenizer of ``source``, for weights of ``arch`` in ``dtype``."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
+            shutil.copy2(file, folder / file.name)
+    given = json.loads((source / "config.json").read_text())
+    written = _config(given, arch, dtype, fp8=fp8)
+    if written != given:
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _config(
+    given: dict[str, Any], arch: Architecture, dtype: torch.dtype, *, fp8: bool
+) -> dict[str, Any]:
+    """The source's, where it says how weights are stored and which there are, made true."""
+    written = {n: value for n, value in given.items() if n != "quantization_config"}
+    key = "torch_dtype" if "torch_dtype" in given else "dtype"
+    written[key] = str(dtype).removeprefix("torch.")
+    for name in given.keys() & set(MTP_FIELDS):
+        written[name] = arch.mtp_layers  # what was skipped is not in the exported folder
+    if fp8:
+        written["quantization_config"] = fp8_config(arch)
+    return written

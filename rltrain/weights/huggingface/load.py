@@ -1,0 +1,127 @@
+"""Loads a Hugging Face folder into a Megatron model, each rank reading only what it holds."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.huggingface.tensor_files import StoredTensor, open_folder
+from rltrain.weights.mapping.assembly import assemble
+from rltrain.weights.mapping.grid import Grid, Placement
+from rltrain.weights.mapping.local_parameters import local_parameters
+from rltrain.weights.mapping.mtp import copies, is_left_out
+from rltrain.weights.mapping.parameters import HfTensor
+
+
+@torch.no_grad()
+def load_huggingface(
+    path: str | Path, chunks: Sequence[nn.Module], arch: Architecture, mesh: Grid
+) -> None:
+    """Fills ``chunks`` (this rank's Megatron models) from the safetensors files in ``path``.
+
+    Not collective. Values are cast to the dtype of the parameters; rows that pad the vocabulary
+    become zero. An optimizer that keeps master weights must be told after this (Megatron's
+    ``reload_model_params``). Raises ``ValueError`` naming file and tensor when the folder is not
+    exactly this architecture's.
+    """
+    checkpoint = open_checkpoint(path, arch)
+    placement = Placement.of(mesh)
+    held = local_parameters(chunks, arch, placement)
+    for parameter in parameters(arch):
+        if parameter.name not in held:
+            continue
+        target = held[parameter.name]
+        source = assemble(parameter, checkpoint.read, arch, parameter.axis(placement))
+        assert source.shape == target.shape, (
+            f"{parameter.name}: the model has {list(target.shape)}, the map {list(source.shape)}"
+        )
+        target.copy_(source)
+
+
+def read_tensors(
+    path: str | Path, arch: Architecture, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """What `sender.full_tensors` would yield of the folder: whole tensors, one at a time."""
+    checkpoint = open_checkpoint(path, arch)
+    owned = [parameter for parameter in parameters(arch) if not parameter.copy]
+    every = ((parameter.rule.kind, tensor) for parameter in owned for tensor in parameter.tensors)
+    for name, group in groupby(every, key=lambda found: found[1].sent_as):
+        kind, tensor = next(group)
+        kept = torch.float32 if kind == "buffer" else dtype
+        if name == tensor.name:
+            yield name, checkpoint.read(tensor, 0, 0, tensor.shape[0]).to(kept)
+        else:
+            yield name, checkpoint.tensors[name].data[:].to(kept).contiguous()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of one folder by the name under which each is stored."""
+
+    tensors: Mapping[str, StoredTensor]
+
+    def stored_name(self, tensor: HfTensor) -> str:
+        """The name under which the tensor lies here: its own, or that of all experts together."""
+        stacked = tensor.stacked
+        if stacked and (
+            stacked.only or (tensor.name not in self.tensors and stacked.name in self.tensors)
+        ):
+            return stacked.name
+        return tensor.name
+
+    def read(self, tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` along ``dim`` of the tensor."""
+        name = self.stored_name(tensor)
+        stored = self.tensors[name].data
+        if name == tensor.name:
+            return stored[start:stop] if dim == 0 else stored[:, start:stop]
+        assert tensor.stacked is not None and tensor.expert is not None
+        return tensor.stacked.read(stored, tensor.expert, tensor.shape, dim, start, stop)
+
+
+def open_checkpoint(path: str | Path, arch: Architecture) -> Checkpoint:
+    """Opens the folder and checks the header of every file against the architecture.
+
+    Reads no tensor, so it is quick enough to call before any actor starts. Raises ``ValueError``
+    as `open_folder`, and naming file and tensor where the two do not fit each other.
+    """
+    folder = Path(path).expanduser()
+    checkpoint = Checkpoint(open_folder(folder))
+    _check_tensors(checkpoint, folder, arch)
+    return checkpoint
+
+
+def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> None:
+    wanted = set()
+    for tensor in (t for parameter in parameters(arch) for t in parameter.tensors):
+        name = checkpoint.stored_name(tensor)
+        wanted.add(name)
+        if name not in checkpoint.tensors:
+            raise ValueError(f"{folder}: tensor {name} is in none of the safetensors files")
+        found = checkpoint.tensors[name]
+        shape = tensor.shape
+        if name != tensor.name:
+            assert tensor.stacked is not None
+            shape = tensor.stacked.shape(arch.num_experts, shape)
+        if tuple(found.data.get_shape()) != shape:
+            raise ValueError(
+                f"{found.file}: {name} has shape {found.data.get_shape()}, "
+                f"config.json asks for {list(shape)}"
+            )
+    if arch.tie_embeddings or arch.value_head:
+        # Some checkpoints repeat the embedding there; a critic has no use for it.
+        wanted.add("lm_head.weight")
+    wanted |= copies(arch).keys()
+    if extra := sorted(
+        name for name in checkpoint.tensors.keys() - wanted if not is_left_out(name, arch)
+    ):
+        raise ValueError(
+            f"{checkpoint.tensors[extra[0]].file}: {extra[0]} belongs to no part of a "
+            f"{arch.family} ({len(extra)} such tensors): the folder is of another architecture "
+            "than its config.json says"
+        )

@@ -1,0 +1,65 @@
+"""Where a model's parameters lie in a checkpoint of Megatron's, whatever layout wrote it.
+
+Megatron itself says so (`checkpoint_probe`); what reads and writes the files needs no more.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.mapping.parameters import Parameter
+
+POLICY, HUGGINGFACE = "policy", "huggingface"
+"""Folders of a checkpoint: Megatron's files; configuration and tokenizer, where it is imported."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a stored tensor. Its shape has leading ones where many parameters are one tensor."""
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    """The shape of the stored tensor."""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What a checkpoint of an architecture's weights holds."""
+
+    chunks: dict[str, tuple[Chunk, ...]]
+    """Megatron name -> its rows from first to last, in equal chunks: one, or gate and up."""
+    objects: tuple[str, ...]
+    """Keys of what Transformer Engine keeps besides, all None."""
+    content: dict[str, Any]
+    """What Megatron keeps as ``content_metadata``."""
+
+    def to_json(self) -> str:
+        return _JSON.dump_json(self).decode()
+
+    @staticmethod
+    def from_json(text: str) -> "StoredModel":
+        return _JSON.validate_json(text)
+
+
+_JSON = TypeAdapter(StoredModel)
+
+
+class Progress(Protocol):
+    """Who is told of what is done: model elements, and their bytes."""
+
+    def advance(self, elements: int, nbytes: int) -> None: ...
+
+
+def owned(arch: Architecture) -> list[Parameter]:
+    """What a checkpoint holds: every parameter once."""
+    return [parameter for parameter in parameters(arch) if not parameter.copy]
+
+
+def numel(parameter: Parameter) -> int:
+    return sum(prod(tensor.shape) for tensor in parameter.tensors)

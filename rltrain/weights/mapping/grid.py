@@ -1,0 +1,68 @@
+"""Where a rank stands in the process grid, as far as weights care."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on one axis. ``group`` is for collectives and None where ``size`` is 1."""
+
+    rank: int = 0
+    size: int = 1
+    group: "ProcessGroup | None" = field(default=None, compare=False)
+
+
+class Grid(Protocol):
+    """What is read of `rltrain.policy.megatron.mesh.Mesh`, which this package comes before."""
+
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def tp_group(self) -> "ProcessGroup": ...
+    @property
+    def etp_rank(self) -> int: ...
+    @property
+    def etp_size(self) -> int: ...
+    @property
+    def etp_group(self) -> "ProcessGroup": ...
+    @property
+    def ep_rank(self) -> int: ...
+    @property
+    def ep_size(self) -> int: ...
+    @property
+    def ep_group(self) -> "ProcessGroup": ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pp_group(self) -> "ProcessGroup": ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This rank's place on the axes that share out a model; the default is a single process.
+
+    Local expert i of expert-parallel rank r is the model's expert ``r * num_local + i``. Layers
+    say themselves which they are, so pipeline stages need no numbers here.
+    """
+
+    tp: Axis = Axis()
+    etp: Axis = Axis()
+    ep: Axis = Axis()
+    pp: Axis = Axis()
+
+    @classmethod
+    def of(cls, mesh: Grid) -> "Placement":
+        return cls(
+            tp=Axis(mesh.tp_rank, mesh.tp_size, mesh.tp_group if mesh.tp_size > 1 else None),
+            etp=Axis(mesh.etp_rank, mesh.etp_size, mesh.etp_group if mesh.etp_size > 1 else None),
+            ep=Axis(mesh.ep_rank, mesh.ep_size, mesh.ep_group if mesh.ep_size > 1 else None),
+            pp=Axis(mesh.pp_rank, mesh.pp_size, mesh.pp_group if mesh.pp_size > 1 else None),
+        )

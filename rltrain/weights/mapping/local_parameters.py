@@ -1,0 +1,82 @@
+"""Which of the model's parameters and buffers this rank holds."""
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import Tensor, nn
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.mapping.grid import Placement
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
+_EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
+_HEAD = "output_layer.weight"
+_BUFFER = ".mlp.router.expert_bias"
+_WRAPPERS = re.compile(r"^(module\.)+")
+
+
+def local_parameters(
+    chunks: Sequence[nn.Module], arch: Architecture, placement: Placement
+) -> dict[str, Tensor]:
+    """Global Megatron name -> the parameter that this rank holds of it, perhaps only a cut of it.
+
+    Expert biases, which are buffers, are among them; Megatron's other buffers hold no weights. The
+    head of a critic is not: it is of no Hugging Face model.
+
+    ``chunks`` are this rank's Megatron models, one for each virtual pipeline stage, wrapped in DDP
+    or not. Layer numbers come from the layers themselves (``layer_number``, global, from 1), so
+    uneven and interleaved stages need no arithmetic here.
+    """
+    if arch.num_experts % placement.ep.size:
+        raise ValueError(
+            f"{arch.num_experts} experts cannot be shared out over ep={placement.ep.size}; "
+            "choose an ep that divides them"
+        )
+    first_expert = placement.ep.rank * (arch.num_experts // placement.ep.size)
+    found: dict[str, Tensor] = {}
+    for chunk in chunks:
+        layers = _layer_numbers(chunk)
+        for wrapped, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
+            name = _WRAPPERS.sub("", wrapped)
+            name = _LAYER.sub(lambda m, layers=layers: f"decoder.layers.{layers[m[1]]}", name)  # type: ignore[misc]
+            name = _EXPERT.sub(lambda m: f"{m[1]}{first_expert + int(m[2])}", name)
+            if arch.value_head and name == _HEAD:
+                continue
+            if isinstance(tensor, nn.Parameter) or name.endswith(_BUFFER):
+                assert name not in found, f"two parameters are {name}"
+                found[name] = tensor
+    _check(found, arch, placement)
+    return found
+
+
+def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
+    """Layer number within the chunk, as its name has it -> number in the whole model, from 0."""
+    numbers = {}
+    for wrapped, module in chunk.named_modules():
+        name = _WRAPPERS.sub("", wrapped)
+        if (match := _LAYER.match(name)) and match.end() == len(name):
+            number = module.layer_number
+            assert isinstance(number, int)
+            numbers[match[1]] = number - 1
+    return numbers
+
+
+def _check(found: dict[str, Tensor], arch: Architecture, placement: Placement) -> None:
+    """The model and the map agree on what there is, so that nothing is left out silently."""
+    every = {parameter.name: parameter for parameter in parameters(arch)}
+    if unknown := sorted(found.keys() - every.keys()):
+        raise ValueError(f"{arch.family} has no weights for the model's {', '.join(unknown[:5])}")
+    layers = {every[name].layer for name in found}
+    share = max(arch.num_experts // placement.ep.size, 1)
+    missing = sorted(
+        parameter.name
+        for parameter in every.values()
+        if parameter.name not in found
+        and not parameter.copy
+        and (parameter.layer in layers if parameter.layer is not None else placement.pp.size == 1)
+        and (parameter.expert is None or parameter.expert // share == placement.ep.rank)
+    )
+    if missing:
+        raise ValueError(f"the model has no parameter for {arch.family}'s {', '.join(missing[:5])}")

@@ -1,0 +1,82 @@
+"""Which parameters one rank holds, told from the architecture and the layout alone. Needs no torch.
+
+Equal to what Megatron builds on every rank (tests/distributed/test_share.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from rltrain.config.policy import ParallelConfig
+from rltrain.parallel.layer_map import Pipeline
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.mapping.parameters import Parameter
+
+PARTS = ("embedding", "attention", "dense MLP", "router", "shared expert", "experts", "MTP", "head")
+"""What a parameter belongs to; norms go with what they are before, the last one with the head."""
+_OF_NAME = {
+    "embedding.": "embedding",
+    ".self_attention.": "attention",
+    ".input_layernorm.": "attention",
+    ".mlp.linear_fc": "dense MLP",
+    ".mlp.router.": "router",
+    ".pre_mlp_layernorm.": "router",
+    ".mlp.shared_experts.": "shared expert",
+    ".mlp.experts.": "experts",
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as one rank holds it, perhaps only a cut of it."""
+
+    name: str
+    """Megatron's, with global numbers of layer and expert."""
+    part: str
+    numel: int
+    kind: Literal["trained", "frozen", "buffer"]
+
+
+def held_by(
+    arch: Architecture, layout: ParallelConfig, stage: int, chunk: int = 0, ep_rank: int = 0
+) -> Iterator[Held]:
+    """What a rank of a pipeline stage holds in one of its model chunks.
+
+    Tensor-parallel ranks hold equally much, and so do expert-parallel ones of other experts.
+
+    Raises:
+        ValueError: the stages cannot share out the layers, see `rltrain.parallel.layer_map`.
+    """
+    layers = Pipeline.of(layout).chunk_layers(arch.num_layers, stage, chunk)
+    is_first = stage == chunk == 0
+    is_last = stage == layout.pp - 1 and chunk == layout.vpp - 1
+    experts = arch.num_experts // layout.ep
+    own = range(ep_rank * experts, (ep_rank + 1) * experts)
+    for parameter in parameters(arch):
+        if parameter.layer is None:
+            here = is_first if part_of(parameter) == "embedding" else is_last
+            # Where one chunk has both ends, tied embeddings are one parameter.
+            here = here and not (parameter.copy and is_first)
+        else:
+            here = parameter.layer in layers or (is_last and parameter.layer >= arch.num_layers)
+        if here and (parameter.expert is None or parameter.expert in own):
+            numel = _numel(parameter, arch, layout)
+            yield Held(parameter.name, part_of(parameter), numel, parameter.rule.kind)
+
+
+def part_of(parameter: Parameter) -> str:
+    if parameter.name.startswith("mtp."):
+        return "MTP"
+    found = (part for text, part in _OF_NAME.items() if text in parameter.name)
+    return next(found, "head")
+
+
+def _numel(parameter: Parameter, arch: Architecture, layout: ParallelConfig) -> int:
+    if parameter.rule.padded:
+        return arch.padded_vocab_size(layout.tp) // layout.tp * arch.hidden_size
+    whole = sum(prod(tensor.shape) for tensor in parameter.tensors)
+    if parameter.rule.cut is None:
+        return whole
+    return whole // (layout.tp if parameter.expert is None else layout.etp)

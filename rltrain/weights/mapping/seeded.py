@@ -1,0 +1,41 @@
+"""Weights that depend on their Hugging Face name alone: the same model in every layout."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.mapping.assembly import assemble
+from rltrain.weights.mapping.grid import Grid, Placement
+from rltrain.weights.mapping.local_parameters import local_parameters
+from rltrain.weights.mapping.parameters import HfTensor
+
+
+def seeded(tensor: HfTensor) -> Tensor:
+    """Norms near 1; everything else large enough that experts differ and a changed route shows."""
+    seed = int.from_bytes(hashlib.sha256(tensor.name.encode()).digest()[:4], "big")
+    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    return 1 + values / 5 if len(tensor.shape) == 1 else values / 4
+
+
+@torch.no_grad()
+def fill(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """What loading a checkpoint of `seeded` weights, kept in ``dtype``, would do."""
+
+    def read(tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
+        return seeded(tensor).to(dtype).float().narrow(dim, start, stop - start)
+
+    placement = Placement.of(mesh)
+    held = local_parameters(chunks, arch, placement)
+    for parameter in parameters(arch):
+        if parameter.name in held:
+            source = assemble(parameter, read, arch, parameter.axis(placement))
+            held[parameter.name].copy_(source)

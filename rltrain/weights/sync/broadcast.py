@@ -1,0 +1,114 @@
+"""The carrier "broadcast": from the policy's rank 0 to all engine workers of one host at once.
+
+They form a process group of their own, NCCL on GPUs and gloo on CPUs, beside whatever groups each
+of them is in. Who joins it are rank 0, the policy's, and from 1 on the workers, engine by engine.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.config.rollout import Carrier
+from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
+from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
+
+SENDER = 0
+
+
+class Group:
+    """One process's place in the group. Making one is collective."""
+
+    def __init__(
+        self, file: str, rank: int, size: int, device: torch.device, timeout_s: float
+    ) -> None:
+        """Raises ``ValueError``: the rendezvous ``file`` is on another host."""
+        if not Path(file).parent.is_dir():
+            raise ValueError(
+                f"rollout.weight_transfer=broadcast: expected the folder of {file} here, found "
+                "none: the policy's rank 0 and all engines must share one host"
+            )
+        store = dist.FileStore(file, size)  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=timeout_s)
+        self._backend: Any
+        if device.type == "cpu":
+            self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        # NCCL connects at the first call: here, where a failure says what it is about.
+        self.broadcast(torch.zeros(1, device=device)).wait()
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+
+    def broadcast(self, buffer: Tensor) -> Any:
+        """Begin; the sender's bytes are in ``buffer`` after ``wait`` of what is returned."""
+        options = dist.BroadcastOptions()
+        options.rootRank = SENDER
+        options.asyncOp = True
+        return self._backend.broadcast([buffer], options)
+
+
+class BroadcastSender:
+    """The ``payload`` of its buckets: ``nbytes`` and ``checksum``."""
+
+    carrier: Carrier = "broadcast"
+
+    def __init__(self, group: Group, device: torch.device, bucket_bytes: int) -> None:
+        self._group = group
+        self._device = device
+        self._slots = FlatSlots(device, bucket_bytes)
+        self._filled: tuple[int, int] | None = None  # slot and bytes
+        self._sending: list[Any] = [None] * SLOTS
+
+    def send(self) -> None:
+        """Join the receivers, who wait for what was filled last."""
+        if self._filled is not None:
+            slot, nbytes = self._filled
+            self._sending[slot] = self._group.broadcast(self._slots.buffers[slot][:nbytes])
+            self._filled = None
+
+    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], dict[str, Any]]:
+        self._wait(slot)
+        entries, nbytes = self._slots.fill(slot, tensors)
+        self._filled = slot, nbytes
+        payload = {"nbytes": nbytes, "checksum": checksum(self._slots.buffers[slot][:nbytes])}
+        return entries, payload
+
+    def close(self) -> None:
+        for slot in range(SLOTS):
+            self._wait(slot)
+        del self._slots
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def _wait(self, slot: int) -> None:
+        """Until the slot's bytes are with all receivers, as far as later work is concerned."""
+        work, self._sending[slot] = self._sending[slot], None
+        if work is not None:
+            work.wait()
+
+
+class BroadcastReceiver:
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def read(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        """The tensors of a bucket, in memory of their own.
+
+        Raises:
+            ValueError: the bytes are not those that were sent.
+        """
+        nbytes = bucket["payload"]["nbytes"]
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._group.broadcast(buffer).wait()
+        return unpacked(buffer, bucket)
+
+    def close(self) -> None:
+        pass

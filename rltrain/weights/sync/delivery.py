@@ -1,0 +1,101 @@
+"""What a weight sync has to bring, and what it has brought so far. Pure.
+
+vLLM accepts much in silence: a tensor twice, one of another dtype, too few of them. The receiver
+holds every bucket against this before anything is loaded.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.huggingface.quantized import scale_shape
+from rltrain.weights.mapping.mtp import is_left_out
+from rltrain.weights.sync.engine_fp8 import is_quantized
+from rltrain.weights.sync.stream import Bucket
+
+
+class Form(NamedTuple):
+    """Of one tensor."""
+
+    dtype: str  # "bfloat16"
+    shape: tuple[int, ...]
+
+
+def expected_tensors(arch: Architecture, dtype: str, *, fp8: bool) -> dict[str, Form]:
+    """Every tensor that `rltrain.weights.sync.sender` sends of a model, by name."""
+    found = {}
+    for parameter in parameters(arch):
+        kept = "float32" if parameter.rule.kind == "buffer" else dtype
+        for tensor in () if parameter.copy else parameter.tensors:
+            if fp8 and is_quantized(tensor):
+                found[tensor.name] = Form("float8_e4m3fn", tensor.shape)
+                scales = Form("float32", scale_shape(tensor.shape))
+                found[f"{tensor.name}_scale_inv"] = scales
+            else:
+                found[tensor.sent_as] = Form(kept, tensor.sent_shape(arch.num_experts))
+    return found
+
+
+class Delivery:
+    """One weight sync, bucket by bucket.
+
+    Args:
+        arch: of the engine's model; tensors of layers that it leaves out may be sent as well
+        expected: by name
+    """
+
+    def __init__(self, arch: Architecture, expected: Mapping[str, Form]) -> None:
+        self._arch = arch
+        self._expected = expected
+        self.names: set[str] = set()  # of what was accepted
+        self.num_buckets = 0
+        self.is_complete = False  # the last bucket was accepted
+
+    def accept(self, bucket: Bucket) -> None:
+        """Raises ``ValueError``: the bucket is not the next one, or brings what it should not."""
+        if self.is_complete or bucket["index"] != self.num_buckets:
+            end = ", which was the last" if self.is_complete else ""
+            raise ValueError(
+                f"weight sync: expected {'nothing after ' if end else ''}bucket "
+                f"{self.num_buckets - bool(end)}{end}, found bucket {bucket['index']}: deliver "
+                "every bucket once and in order"
+            )
+        names = [entry["name"] for entry in bucket["tensors"]]
+        counts = Counter([*names, *self.names])
+        if repeated := sorted(name for name in names if counts[name] > 1):
+            raise ValueError(f"weight sync: tensors sent twice: {sorted(set(repeated))}")
+        for entry in bucket["tensors"]:
+            self._check(entry["name"], Form(entry["dtype"], tuple(entry["shape"])))
+        self.names.update(names)
+        self.num_buckets += 1
+        self.is_complete = bucket["last"]
+
+    def _check(self, name: str, found: Form) -> None:
+        if is_left_out(name, self._arch):
+            return
+        if name not in self._expected:
+            raise ValueError(
+                f"weight sync: expected tensors of a {self._arch.family}, found {name}: the engine "
+                "was started from another model than the policy's"
+            )
+        expected = self._expected[name]
+        if found != expected:
+            raise ValueError(
+                f"weight sync: expected {name} as {expected.dtype} of shape "
+                f"{list(expected.shape)}, found {found.dtype} of shape {list(found.shape)}: "
+                "rollout.dtype and the model folder must be the same on both sides"
+            )
+
+    def missing(self) -> list[str]:
+        """What was expected and has not come."""
+        return sorted(self._expected.keys() - self.names)
+
+    def check_ended(self) -> None:
+        """Raises ``ValueError``: the last bucket has not come."""
+        if not self.is_complete:
+            raise ValueError(
+                f"weight sync: finished after {self.num_buckets} buckets, none of them the last: "
+                "deliver every bucket before finishing"
+            )

@@ -1,0 +1,98 @@
+"""FP8 weights for the rollout engine, while the policy trains in bf16 or fp32. Pure.
+
+The matrices that multiply tokens are quantised in blocks as in DeepSeek-V3's own checkpoint, one at
+a time where weights are streamed. Embedding, output head, norms, routers and what is as small stay
+as they are, so the engine's router differs from the policy's only by what it reads.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.architecture.quantization_config import BLOCK
+from rltrain.weights.families import parameters
+from rltrain.weights.huggingface.quantized import quantize
+from rltrain.weights.mapping.parameters import HfTensor, Parameter
+
+LOAD_FORMAT = "rltrain"
+"""vLLM's ``load_format`` for a folder that stores weights otherwise than the engine holds them."""
+
+_KEPT = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj"}
+
+
+def _matrices(arch: Architecture) -> list[HfTensor]:
+    every = [t for p in parameters(arch) if not p.copy for t in p.tensors]
+    return [tensor for tensor in every if len(tensor.shape) == 2]
+
+
+def is_quantized(tensor: HfTensor) -> bool:
+    *_, module, kind = tensor.name.split(".")
+    return len(tensor.shape) == 2 and kind == "weight" and module not in _KEPT
+
+
+def fp8_config(arch: Architecture) -> dict[str, Any]:
+    """``quantization_config`` of a ``config.json``: what vLLM then holds in FP8, and what not."""
+    kept = [
+        tensor.name.removesuffix(".weight")
+        for tensor in _matrices(arch)
+        if not is_quantized(tensor)
+    ]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCK),
+        "modules_to_not_convert": kept,
+    }
+
+
+def in_fp8(
+    tensors: Iterable[tuple[str, Tensor]], arch: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream ``tensors``, each matrix as its FP8 numbers and ``NAME_scale_inv``.
+
+    Besides, a few copies of one matrix in fp32 are held at a time. The numbers depend on the matrix
+    alone, so every rank and every layout sends the same.
+    """
+    quantized = {tensor.name for tensor in _matrices(arch) if is_quantized(tensor)}
+    for name, tensor in tensors:
+        if name in quantized:
+            values, scale = quantize(tensor)
+            yield name, values
+            yield f"{name}_scale_inv", scale
+        else:
+            yield name, tensor
+
+
+def check_blocks(arch: Architecture, tensor_parallel: int) -> None:
+    """Blocks must not reach across what the engine joins (queries, keys and values) or cuts.
+
+    Raises:
+        ValueError: naming the tensor, its shape and what to do.
+    """
+    if arch.family == "gpt_oss":
+        raise ValueError(
+            "rollout.quantization=fp8: vLLM holds gpt-oss' experts in MXFP4 or bf16, not in FP8 "
+            "blocks; use rollout.quantization=none"
+        )
+    for parameter in parameters(arch):
+        for tensor in parameter.tensors:
+            if is_quantized(tensor) and (size := _misfit(parameter, tensor, tensor_parallel)):
+                raise ValueError(
+                    f"rollout.quantization=fp8: {tensor.name} has shape {list(tensor.shape)}, and "
+                    f"the engine handles parts of {size} rows or columns of it "
+                    f"(rollout.tensor_parallel={tensor_parallel}): expected a multiple of "
+                    f"{BLOCK[0]}, the size of a block. Use rollout.quantization=none or a smaller "
+                    "rollout.tensor_parallel"
+                )
+
+
+def _misfit(parameter: Parameter, tensor: HfTensor, tensor_parallel: int) -> int | None:
+    """The size of the parts that the engine makes of the tensor, where blocks do not divide it."""
+    joined = len(parameter.tensors) > 1
+    if parameter.rule.cut is None or not (joined or tensor_parallel > 1):
+        return None
+    size = tensor.shape[parameter.rule.cut] // tensor_parallel
+    return size if size % BLOCK[parameter.rule.cut] else None

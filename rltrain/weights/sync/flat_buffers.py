@@ -1,0 +1,71 @@
+"""A bucket as one buffer of bytes on a device, with one checksum."""
+
+import torch
+from torch import Tensor
+
+from rltrain.weights.sync.stream import (
+    SLOTS,
+    Bucket,
+    Named,
+    TensorEntry,
+    aligned,
+    entry_of,
+    shaped,
+)
+
+
+class FlatSlots:
+    """The buffers that a sender fills; a slot grows for a tensor that is larger than a bucket."""
+
+    def __init__(self, device: torch.device, bucket_bytes: int) -> None:
+        self._device = device
+        self.buffers = [self._empty(bucket_bytes) for _ in range(SLOTS)]
+
+    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], int]:
+        """Copy ``tensors`` into the slot; returns their entries and the bytes they take."""
+        entries: list[TensorEntry] = []
+        used = 0
+        for name, tensor in tensors:
+            if used + tensor.nbytes > self.buffers[slot].numel():
+                assert used == 0, "only a bucket's first tensor may be larger than a bucket"
+                self.buffers[slot] = self._empty(tensor.nbytes)
+            entry = entry_of(name, tensor, used)
+            shaped(_place(self.buffers[slot], entry), entry).copy_(tensor)
+            entries.append(entry)
+            end, used = used + tensor.nbytes, used + aligned(tensor.nbytes)
+            if end < used:  # what lies between tensors is in the checksum, which all senders share
+                self.buffers[slot][end:used].zero_()
+        return entries, used
+
+    def _empty(self, nbytes: int) -> Tensor:
+        # Not zeros: on a CPU they would take the memory of a whole bucket for a small model.
+        return torch.empty(aligned(nbytes), dtype=torch.uint8, device=self._device)
+
+
+def checksum(buffer: Tensor) -> int:
+    """The sum of the bytes, eight at a time, modulo 2**64.  # uint8 [a multiple of 16]
+
+    Wherever other bytes were read than were written, too early, too late or from elsewhere, it is
+    another one. It waits for all work on the device that ``buffer`` depends on.
+    """
+    return int(buffer.view(torch.int64).sum().item())
+
+
+def unpacked(buffer: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
+    """The tensors of a bucket, as views of its bytes.
+
+    Raises:
+        ValueError: they are not the sender's.
+    """
+    found, expected = checksum(buffer), bucket["payload"]["checksum"]
+    if found != expected:
+        raise ValueError(
+            f"weight sync: bucket {bucket['index']} arrived changed: expected {buffer.numel()} "
+            f"bytes with checksum {expected}, found {found}. The sender must not touch a bucket "
+            "before it is loaded"
+        )
+    return [(entry["name"], shaped(_place(buffer, entry), entry)) for entry in bucket["tensors"]]
+
+
+def _place(buffer: Tensor, entry: TensorEntry) -> Tensor:
+    return buffer[entry["offset"] : entry["offset"] + entry["nbytes"]]

@@ -1,0 +1,324 @@
+"""The engine's side of weight sync: one vLLM weight transfer backend for all carriers.
+
+vLLM runs the model in worker processes. Naming ``ReceiverExtension`` as the worker extension makes
+each of them import this module, which registers the backend before the model is built.
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(..., **engine_args()))
+
+    await join_group(engine, file, 1, 3, 60)  # before the first sync by carrier "broadcast" alone
+    await start_sync(engine)                  # no request may be running
+    for bucket in buckets:                    # transport.Bucket, filled by the policy
+        await load_bucket(engine, bucket)     # its slot may be filled again when this returns
+    await finish_sync(engine)                 # checks completeness, resets the prefix cache
+
+A sync that fails leaves the engine with half-loaded weights: end the run or start a new engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rltrain.config.rollout import Carrier
+from rltrain.patches import vllm as vllm_patches
+from rltrain.weights.families import read_architecture
+from rltrain.weights.huggingface.load import read_tensors
+from rltrain.weights.sync.broadcast import BroadcastReceiver, Group
+from rltrain.weights.sync.cuda_ipc import IpcReceiver, device_name
+from rltrain.weights.sync.delivery import Delivery, expected_tensors
+from rltrain.weights.sync.digest import model_digest
+from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT, in_fp8
+from rltrain.weights.sync.expert_stacks import stack_experts
+from rltrain.weights.sync.stream import Bucket, TensorEntry
+
+BACKEND = "rltrain"
+
+
+def engine_args() -> dict[str, Any]:
+    """What the engine must be started with to receive weights."""
+    return {
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{__name__}.{ReceiverExtension.__name__}",
+    }
+
+
+async def devices(engine: AsyncLLM) -> list[str]:
+    """Of each worker: its GPU, by a name that other processes give it too, or "cpu"."""
+    found: list[str] = await engine.collective_rpc("device_name")
+    return found
+
+
+async def join_group(
+    engine: AsyncLLM, file: str, first_rank: int, size: int, timeout_s: float
+) -> None:
+    """Have every worker join the group of `rltrain.weights.sync.broadcast`. Collective."""
+    info = {"file": file, "first_rank": first_rank, "size": size, "timeout_s": timeout_s}
+    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+
+async def start_sync(engine: AsyncLLM) -> None:
+    """Make the engine ready for the first bucket."""
+    if engine.output_processor.has_unfinished_requests():
+        raise RuntimeError(
+            "weight sync began while requests are running, whose KV cache would mix two sets of "
+            "weights: wait for them or abort them first"
+        )
+    await engine.start_weight_update()
+
+
+async def load_bucket(engine: AsyncLLM, bucket: Bucket) -> None:
+    """Read one bucket in every worker; its slot is free again when this returns."""
+    await engine.update_weights(WeightTransferUpdateRequest(update_info=dict(bucket)))
+
+
+async def finish_sync(engine: AsyncLLM) -> None:
+    """Check that every weight arrived, put the new ones in use and forget cached prefixes."""
+    await engine.finish_weight_update()
+    if not await engine.reset_prefix_cache():
+        raise RuntimeError("prefix cache not reset after weight sync: requests are still running")
+
+
+async def engine_digest(engine: AsyncLLM) -> dict[str, str]:
+    """Digest by name of all engine tensors; with several workers names begin with ``rank<n>.``."""
+    by_rank: list[dict[str, str]] = await engine.collective_rpc("weight_digest")
+    if len(by_rank) == 1:
+        return by_rank[0]
+    return {
+        f"rank{n}.{name}": digest for n, rank in enumerate(by_rank) for name, digest in rank.items()
+    }
+
+
+class ReceiverExtension:
+    """What vLLM mixes into its worker class; callable by ``collective_rpc``."""
+
+    model_runner: Any
+    device: torch.device
+
+    def device_name(self) -> str:
+        return device_name(self.device)
+
+    def weight_digest(self) -> dict[str, str]:
+        return model_digest(self.model_runner.get_model())
+
+
+@register_model_loader(LOAD_FORMAT)
+class FolderLoader(BaseModelLoader):
+    """Loads a folder that stores its weights otherwise than the engine is to hold them.
+
+    They are what a weight sync of the same values would bring. ``hf_overrides`` has told vLLM the
+    ``quantization_config`` to build the model for.
+    """
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """The folder is a local one."""
+
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
+        config = model_config.hf_config
+        if config.quantization_config is None:
+            # An override cannot take a field away, and vLLM's gpt-oss reads it where it is there.
+            del config.quantization_config
+        arch = read_architecture(model_config.model, "skip")
+        device = next(model.parameters()).device
+        read = read_tensors(model_config.model, arch, model_config.dtype)
+        tensors = ((name, tensor.to(device)) for name, tensor in read)
+        model.load_weights(in_fp8(tensors, arch) if holds_fp8(model_config) else tensors)
+
+
+def holds_fp8(model_config: ModelConfig) -> bool:
+    return getattr(model_config.hf_config, "quantization_config", None) is not None
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """Of the group that broadcasts: the rank of this engine's first worker, and of them all."""
+
+    file: str
+    first_rank: int
+    size: int
+    timeout_s: float
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """A ``transport.Bucket``."""
+
+    carrier: Carrier
+    index: int
+    last: bool
+    tensors: list[TensorEntry]
+    payload: dict[str, Any]
+
+
+class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
+    """Loads buckets of checkpoint tensors by layerwise reload, and refuses an incomplete set."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = BucketInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._tied = tied_modules(model)
+        self._delivery: Delivery | None = None  # from the start of a sync until it succeeded
+        self._broadcast: BroadcastReceiver | None = None
+        if device.type == "cpu":
+            vllm_patches.apply_cpu()
+        if "GptOssForCausalLM" in (vllm_config.model_config.hf_config.architectures or ()):
+            vllm_patches.apply_gpt_oss()
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank = init_info.first_rank + worker
+        group = Group(init_info.file, rank, init_info.size, self.device, init_info.timeout_s)
+        self._broadcast = BroadcastReceiver(group, self.device)
+
+    def start_weight_update(self) -> None:
+        if self._delivery is not None:
+            raise RuntimeError(
+                "an earlier weight sync failed and left this engine half-loaded: start a new engine"
+            )
+        arch = read_architecture(self.model_config.model, "skip")
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        expected = expected_tensors(arch, dtype, fp8=holds_fp8(self.model_config))
+        self._delivery = Delivery(arch, expected)
+        initialize_layerwise_reload(self.model)
+        stack_experts(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # vLLM's own raises where there is no accelerator
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        bucket = Bucket(
+            carrier=update_info.carrier,
+            index=update_info.index,
+            last=update_info.last,
+            tensors=update_info.tensors,
+            payload=update_info.payload,
+        )
+        assert self._delivery is not None  # vLLM's worker sees to it
+        tensors = self._read(bucket)  # all checked before any is loaded
+        self._delivery.accept(bucket)
+        self.model.load_weights(tensors)
+
+    def _read(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+        if bucket["carrier"] == "ipc":
+            return self._ipc.read(bucket)
+        if self._broadcast is None:
+            raise RuntimeError("join_group comes before a weight sync by broadcast")
+        return self._broadcast.read(bucket)
+
+    @cached_property
+    def _ipc(self) -> IpcReceiver:
+        return IpcReceiver(self.device)
+
+    def finish_weight_update(self) -> None:
+        assert self._delivery is not None  # vLLM's worker sees to it
+        self._delivery.check_ended()
+        self._check_complete(self._delivery)
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # Nothing was loaded into these, so vLLM leaves the copies that it packed of the old.
+            for module in self._tied:
+                module.quant_method.process_weights_after_loading(module)
+        else:
+            self._ipc.close()
+            # What was loaded from is free: a sleeping KV cache may want it back.
+            torch.cuda.empty_cache()
+        self._delivery = None
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM up to 0.26 asks every backend for it; here the policy sends by itself."""
+        raise NotImplementedError("send with rltrain.weights.sync.stream.BucketStream")
+
+    def _check_complete(self, delivery: Delivery) -> None:
+        """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
+        unfilled = unfilled_modules(self.model, self._tied)
+        missing = delivery.missing()
+        if unfilled or missing:
+            raise ValueError(
+                f"weight sync is incomplete: received {len(delivery.names)} tensors, missing "
+                f"{missing[:8]} ({len(missing)} in all); engine modules "
+                f"not filled: {unfilled[:8]}. Send every tensor of the checkpoint, to a new engine"
+            )
+
+
+def tied_modules(model: torch.nn.Module) -> list[Any]:
+    """Modules whose parameters are those of modules before them, like a tied output head."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if own and own <= seen:
+            tied.append(module)
+        seen |= own
+    return tied
+
+
+def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) -> list[str]:
+    """Modules of a model under layerwise reload that got fewer elements than their parameters hold.
+
+    Those in ``tied`` get none of their own. Returns: ``name (received of needed elements)``.
+    """
+    unfilled = []
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        # One that cannot load is complete, and already processed.
+        if not info.can_load() or module in tied:
+            continue
+        needed = sum(
+            parameter.numel()
+            for name, parameter in module.named_parameters(recurse=False)
+            if name not in _KV_CACHE_SCALES
+        ) - _padding(module)
+        if info.load_numel < needed:
+            unfilled.append(f"{name} ({info.load_numel} of {needed} elements)")
+    return unfilled
+
+
+# An attention layer has these under an FP8 quantization_config. No checkpoint of ours does, and
+# vLLM takes 1 for them then.
+_KV_CACHE_SCALES = {"q_scale", "k_scale", "v_scale", "prob_scale"}
+
+
+def _padding(module: torch.nn.Module) -> int:
+    """Elements that a vocabulary layer holds beyond the model's own vocabulary."""
+    if not isinstance(module, VocabParallelEmbedding):
+        return 0
+    rows = module.weight.shape[0] - module.shard_indices.num_org_elements
+    return rows * (module.weight.numel() // module.weight.shape[0])
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, BucketWeightTransferEngine)

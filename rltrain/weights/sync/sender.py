@@ -1,0 +1,160 @@
+"""The policy's side of weight sync: every tensor of the model, whole, under its Hugging Face name.
+
+Export to a folder and sync to the rollout engine both go through `full_tensors`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rltrain.weights.architecture.decoder import Architecture
+from rltrain.weights.families import parameters
+from rltrain.weights.mapping.assembly import disassemble
+from rltrain.weights.mapping.grid import Axis, Grid, Placement
+from rltrain.weights.mapping.local_parameters import local_parameters
+from rltrain.weights.mapping.parameters import HfTensor, Parameter
+
+
+def weights_of(parameter: Tensor) -> Tensor:
+    return parameter.data
+
+
+@torch.no_grad()
+def full_tensors(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype,
+    value: Callable[[Tensor], Tensor] = weights_of,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, full tensor in ``dtype``), the same on every rank.
+
+    Collective over the groups of ``mesh``: all ranks must run the iterator to its end, in
+    step. The order is fixed by architecture and ``ep``. What is held at a time is one parameter,
+    or one expert of each expert-parallel rank and, in a family that has no tensor per expert, one
+    tensor of all experts of a layer. The tensors are contiguous; they may be the parameters
+    themselves or share memory with each other, so copy what is to outlive the next optimizer step,
+    and write to none.
+
+    ``value`` picks what is gathered of a parameter: its weights, or anything of the same shape,
+    like ``lambda p: p.main_grad``. What is not trained has weights only and is left out then.
+    Buffers keep their fp32 whatever ``dtype``.
+    """
+    pieces = _pieces(chunks, arch, mesh, dtype, value)
+    for name, group in groupby(pieces, key=lambda piece: piece[0].sent_as):
+        yield name, put_together(group, arch.num_experts)
+
+
+def put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
+    """Each piece is copied as it comes, so that never more than a few are held beside the whole."""
+    first, whole = next(pieces)
+    if first.sent_as == first.name:
+        return whole
+    pieces = chain([(first, whole)], pieces)
+    whole = whole.new_empty(first.sent_shape(num_experts))
+    filled = 0
+    for tensor, values in pieces:
+        assert tensor.stacked is not None and tensor.expert is not None
+        tensor.stacked.within(whole, tensor.expert).copy_(values)
+        filled += values.numel()
+    assert filled == whole.numel()
+    return whole
+
+
+def _pieces(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype,
+    value: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[HfTensor, Tensor]]:
+    """Every tensor that the map knows, on every rank; an expert's alone."""
+    placement = Placement.of(mesh)
+    held = local_parameters(chunks, arch, placement)
+    owned = [
+        parameter
+        for parameter in parameters(arch)
+        if not parameter.copy and (value is weights_of or parameter.rule.kind == "trained")
+    ]
+    stages = _stages(owned, held, placement.pp)
+    for batch in _batches(owned, placement.ep.size):
+        kept = torch.float32 if batch[0].rule.kind == "buffer" else dtype
+        stage = stages[batch[0].name]
+        if stage == placement.pp.rank:
+            pieces = _gather(batch, held, arch, placement, kept, value)
+        else:
+            device = next(iter(held.values())).device
+            pieces = _empty(batch, kept, device)
+        for _, values in pieces if placement.pp.size > 1 else ():
+            dist.broadcast(values, group=placement.pp.group, group_src=stage)
+        yield from pieces
+
+
+def _stages(owned: Sequence[Parameter], held: Mapping[str, Tensor], pp: Axis) -> dict[str, int]:
+    """Megatron name -> the pipeline stage that has it."""
+    layers = {parameter.layer for parameter in owned if parameter.name in held}
+    mine = [p.name in held if p.layer is None else p.layer in layers for p in owned]
+    if pp.size == 1:
+        assert all(mine)
+        return dict.fromkeys((parameter.name for parameter in owned), 0)
+    device = next(iter(held.values())).device
+    stage = torch.where(torch.tensor(mine, device=device), pp.rank, pp.size)
+    dist.all_reduce(stage, op=dist.ReduceOp.MIN, group=pp.group)
+    assert int(stage.max()) < pp.size, "no pipeline stage has some of the parameters"
+    return {p.name: n for p, n in zip(owned, stage.tolist(), strict=True)}
+
+
+def _batches(owned: Sequence[Parameter], ep: int) -> Iterator[list[Parameter]]:
+    """What is gathered at a time: one parameter, or one expert of each expert-parallel rank."""
+    for (_, rule), group in groupby(owned, key=lambda p: (p.layer, p.rule)):
+        found = list(group)
+        if found[0].expert is None:
+            assert len(found) == 1, rule
+            yield found
+        else:
+            num_local = len(found) // ep
+            yield from (found[local::num_local] for local in range(num_local))
+
+
+def _gather(
+    batch: Sequence[Parameter],
+    held: Mapping[str, Tensor],
+    arch: Architecture,
+    placement: Placement,
+    dtype: torch.dtype,
+    value: Callable[[Tensor], Tensor],
+) -> list[tuple[HfTensor, Tensor]]:
+    """The Hugging Face tensors of a batch, on the ranks of the stage that has it."""
+    ep = placement.ep if batch[0].expert is not None else Axis()
+    mine = batch[ep.rank]
+    local = value(held[mine.name]).detach().to(dtype).contiguous()
+    shards = _all_gather(local, mine.axis(placement))
+    by_cut_then_expert = [_all_gather(shard, ep) for shard in shards]
+    return [
+        (tensor, values)
+        for parameter, cuts in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
+        for tensor, (_, values) in zip(
+            parameter.tensors, disassemble(parameter, cuts, arch), strict=True
+        )
+    ]
+
+
+def _all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
+    if axis.size == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(axis.size)]
+    dist.all_gather(gathered, tensor, group=axis.group)
+    return gathered
+
+
+def _empty(
+    batch: Sequence[Parameter], dtype: torch.dtype, device: torch.device
+) -> list[tuple[HfTensor, Tensor]]:
+    return [
+        (tensor, torch.empty(tensor.shape, dtype=dtype, device=device))
+        for parameter in batch
+        for tensor in parameter.tensors
+    ]
