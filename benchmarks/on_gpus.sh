@@ -41,8 +41,8 @@ run() {
     rollout) bench rollout ;;
     routes) bench routes ;;
     step) bench step ;;
-    weight_sync_ipc) bench weight_sync --carrier ipc ;;
-    weight_sync_broadcast) bench weight_sync --carrier broadcast ;;
+    weight_sync_ipc) bench weight_sync --transport ipc ;;
+    weight_sync_broadcast) bench weight_sync --transport broadcast ;;
     overlap) bench overlap ;;
     mismatch) bench mismatch --train-seconds 200 ;;
     route_gate) bench route_gate ;; # what the gate on routes costs a measured step

@@ -1,6 +1,6 @@
 """Weight sync against what its parts take alone: vLLM's loading, a device copy, NCCL.
 
-    python -m benchmarks.weight_sync [--out FILE] [--carrier ipc|broadcast] [--layers 4]
+    python -m benchmarks.weight_sync [--out FILE] [--transport ipc|broadcast] [--layers 4]
         [--rounds 7] [--device cuda] [name=value ...]
 
 The trainer's policy workers, rollout engine and `WeightSync`, on a slice of Qwen3-30B-A3B with
@@ -40,7 +40,7 @@ from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.tiny_model import build_random_model
 from rltrain.main import compose
-from rltrain.planning.weight_transport import choose_carrier
+from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.weights.families import parameters, read_architecture
 from rltrain.weights.sync.broadcast import Group
@@ -85,7 +85,7 @@ class TimedSync(WeightSync):
 
 
 def configuration(path: Path, folder: str, args: argparse.Namespace) -> Config:
-    shared = args.carrier == "ipc"
+    shared = args.transport == "ipc"
     gpus = [f"cluster.num_gpus={1 if shared else 2}"] if args.device == "cuda" else []
     return compose(
         [
@@ -96,7 +96,7 @@ def configuration(path: Path, folder: str, args: argparse.Namespace) -> Config:
             f"trainer.output_dir={folder}",
             f"cluster.device={args.device}",
             f"cluster.placement={'colocated' if shared else 'disaggregated'}",
-            f"rollout.weight_transfer={args.carrier}",
+            f"rollout.weight_transfer={args.transport}",
             "rollout.gpu_memory_utilization=0.25",
             *gpus,
             *args.overrides,
@@ -158,7 +158,7 @@ def measure(config: Config, path: Path, rounds: int) -> list[Times]:
 
 
 def carrier_of(config: Config, placed: Cluster) -> Any:
-    return choose_carrier(config.rollout.weight_transfer, placed.placement)
+    return choose_transport(config.rollout.weight_transfer, placed.placement)
 
 
 # NCCL alone
@@ -235,7 +235,7 @@ def say(text: str) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--carrier", choices=("ipc", "broadcast"), default="ipc")
+    parser.add_argument("--transport", choices=("ipc", "broadcast"), default="ipc")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="rltrain-weight-sync-") as folder:
         rounds = measure(configuration(path, folder, args), path, args.rounds)
     alone = []
-    if args.carrier == "broadcast":
+    if args.transport == "broadcast":
         alone = broadcast_alone(int(rounds[0]["bytes"]), args.device, args.rounds)
     report(result, rounds, alone)
     result.write(args.out)

@@ -72,7 +72,7 @@ class Call(NamedTuple):
         return f"{self.role}.{self.method}"
 
 
-def answers(refs: Sequence[Any], call: Call, timeout_s: float) -> list[Any]:
+def get_all(refs: Sequence[Any], call: Call, timeout_s: float) -> list[Any]:
     """What actors answered, in the order of ``refs``.
 
     The first failure ends the wait, since the others may wait for the failed one for ever; so does

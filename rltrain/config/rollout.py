@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from rltrain.config.base import Section
 
 Positive = Annotated[int, Field(gt=0)]
-Carrier = Literal["ipc", "broadcast"]
+Transport = Literal["ipc", "broadcast"]
 
 OLDEST_VLLM = "0.26"
 """The first with routed experts, processed log-probabilities and the weight transfer API."""
@@ -90,7 +90,7 @@ class RolloutConfig(Section):
     enforce_eager: bool | None = None
     """Run the engine without CUDA graphs; null: on CPUs alone. Graphs make tokens faster and the
     engine's start a minute longer."""
-    weight_transfer: Literal["auto", Carrier] = "auto"
+    weight_transfer: Literal["auto", Transport] = "auto"
     """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
     are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
     CPUs. ``auto`` is ipc where engines share the policy's GPUs, else broadcast."""

@@ -28,7 +28,9 @@ def sample_of(problem: Problem, raw: str, clean: str | None = None) -> Sample:
     )
 
 
-def judged(tokenizer: Tokenizer, problem: Problem, rollouts: Sequence[Rollout]) -> list[Sample]:
+def rewarded_samples(
+    tokenizer: Tokenizer, problem: Problem, rollouts: Sequence[Rollout]
+) -> list[Sample]:
     """What the reward function sees of the responses to a problem."""
     return [sample_of(problem, *response_texts(tokenizer, rollout)) for rollout in rollouts]
 
@@ -66,7 +68,7 @@ class Evaluator:
         samples = [
             sample
             for problem, rollout in zip(self.held_out, rollouts, strict=True)
-            for sample in judged(self.tokenizer, problem, [rollout])
+            for sample in rewarded_samples(self.tokenizer, problem, [rollout])
         ]
         results = self.pool.score(samples)
         self.tracker.samples(

@@ -13,7 +13,7 @@ from rltrain.controller import stages, step_metrics
 from rltrain.controller.checks import route_gate
 from rltrain.controller.checks.first_step import Check, FirstStep, check_first_step
 from rltrain.controller.checks.precision_bounds import engine_precision, trainer_precision
-from rltrain.controller.cluster.colocation import Turns
+from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.run_loop import Loop, Step
@@ -43,13 +43,13 @@ class Trainer(Loop):
     spec: EngineSpec
     placed: Cluster
     weight_sync: WeightSync
-    turns: Turns = field(init=False)
+    colocation: Colocation = field(init=False)
     kl_coef: float = field(init=False)
     synced_after: int = field(init=False)  # the step whose weights the engines have
 
     def __post_init__(self) -> None:
         self.kl_coef = self.config.algorithm.kl.coef
-        self.turns = Turns(
+        self.colocation = Colocation(
             self.placed.placement.colocated,
             self.policy,
             self.critic,
@@ -65,7 +65,7 @@ class Trainer(Loop):
         metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
         batch, found = self.fall_back(sampled.batch, sampled.names)
         metrics |= found
-        self.turns.to_training(timer, will_sync=self.syncs(step))
+        self.colocation.to_training(timer, will_sync=self.syncs(step))
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
             batch, scored = self.score(batch, step)
@@ -82,7 +82,7 @@ class Trainer(Loop):
                 self.critic.begin_step(batch)
                 batch = batch.with_fields(values=self.critic.values())
         with timer.phase("advantages"):
-            batch, found = self.weigh(batch)
+            batch, found = self.compute_advantages(batch)
             metrics |= found
         if self.critic is not None:
             with timer.phase("critic_update"):
@@ -103,7 +103,7 @@ class Trainer(Loop):
         if self.syncs(step):
             self.sync_weights(step, timer)
         else:
-            self.turns.to_engines(timer)
+            self.colocation.to_engines(timer)
         assert self.synced_after == step or not self.evaluator.is_due(step), (
             "an evaluation measures the weights of its step"
         )
@@ -206,7 +206,7 @@ class Trainer(Loop):
         scored = self.policy.score(routing="rollout", of="reference")
         return batch.with_fields(ref_logprobs=scored.logprobs)
 
-    def weigh(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def compute_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """What every token's log-probability is to be moved by, and what it counts."""
         algorithm = self.config.algorithm
         batch, corrected = stages.with_correction(batch, algorithm.correction)
@@ -281,8 +281,8 @@ class Trainer(Loop):
         """Bring the weights after ``step`` into the engines, whose turn it is then."""
         self.synced_after = step
         limit = self.config.cluster.call_timeout_s
-        with self.turns.weight_sync(timer):
+        with self.colocation.weight_sync(timer):
             self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             options = self.placed.engine_options(0, log="fresh-engine")
-            check_weight_sync(self.turns, self.spec, options, limit)
+            check_weight_sync(self.colocation, self.spec, options, limit)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
 from rltrain.controller.cluster.critic_group import CriticGroup
-from rltrain.controller.cluster.engines import ask, engine_spec, start_engines
+from rltrain.controller.cluster.engines import call_all, engine_spec, start_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import cluster
 from rltrain.controller.evaluation import Evaluator
@@ -22,7 +22,7 @@ from rltrain.data.loader import PromptLoader
 from rltrain.data.tiny_model import build_random_model
 from rltrain.environments.pool import RewardPool
 from rltrain.planning.roofline import find_card
-from rltrain.planning.weight_transport import choose_carrier
+from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.generator import Generator
 from rltrain.tracking.gpus import name_of
 from rltrain.weights.families import read_architecture
@@ -40,7 +40,7 @@ def run(config: Config, data: RunData) -> None:
             arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
             check_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
-        carrier = choose_carrier(config.rollout.weight_transfer, placed.placement)
+        transport = choose_transport(config.rollout.weight_transfer, placed.placement)
         path = given or warm_started_model(config, placed)
         arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
@@ -49,9 +49,9 @@ def run(config: Config, data: RunData) -> None:
         engines, wait_until_ready = start_engines(config, spec, placed)
         if placed.placement.colocated:
             wait_until_ready()
-            ask(engines, "sleep", config.cluster.call_timeout_s, 2)
+            call_all(engines, "sleep", config.cluster.call_timeout_s, 2)
         policy = PolicyGroup(config, str(path), placed)
-        weight_sync = WeightSync(policy, engines, carrier, config.cluster.call_timeout_s)
+        weight_sync = WeightSync(policy, engines, transport, config.cluster.call_timeout_s)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines, config)
         prompts = PromptLoader(

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import stages, step_metrics
-from rltrain.controller.evaluation import judged
+from rltrain.controller.evaluation import rewarded_samples
 from rltrain.data.loader import PromptLoader
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool
@@ -100,7 +100,7 @@ class Sampler:
                 if group is not None:
                     groups.append(group)
                     problem = problems[group.index]
-                    self.pool.submit(judged(self.tokenizer, problem, group.rollouts))
+                    self.pool.submit(rewarded_samples(self.tokenizer, problem, group.rollouts))
                 self.pool.poll()
             order = sorted(range(len(groups)), key=lambda n: groups[n].index)
             rollouts = [r for n in order for r in groups[n].rollouts]

@@ -157,7 +157,7 @@ def load_metrics(load: Mapping[int, Tensor]) -> dict[str, float]:
 def update_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, float]:
     """Means over the loss tokens of all updates of a step.
 
-    What a loss of one's own measures is ``own/NAME``.
+    What a loss of one's own measures is ``custom/NAME``.
     """
     metrics = learner_metrics(updates, mini_batches)
     if not updates:
@@ -166,7 +166,7 @@ def update_metrics(updates: Sequence[Updated], mini_batches: int) -> dict[str, f
     names |= {"policy/entropy": "entropy", "policy/ref_kl": "ref_kl"}
     totals = updates[0].totals
     stats = [name.removeprefix("stat/") for name in totals if name.startswith("stat/")]
-    names |= {f"{'policy' if s in STATS else 'own'}/{s}": f"stat/{s}" for s in stats}
+    names |= {f"{'policy' if s in STATS else 'custom'}/{s}": f"stat/{s}" for s in stats}
     metrics |= {
         "policy/policy_loss": sum(u.totals["policy_loss"] for u in updates) / len(updates),
         **{metric: _token_mean(updates, n) for metric, n in names.items() if n in totals},

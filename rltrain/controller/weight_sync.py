@@ -10,9 +10,9 @@ from typing import Any
 
 import ray
 
-from rltrain.config.rollout import Carrier
-from rltrain.controller.cluster.colocation import Turns
-from rltrain.controller.cluster.engines import answers, ask
+from rltrain.config.rollout import Transport
+from rltrain.controller.cluster.colocation import Colocation
+from rltrain.controller.cluster.engines import call_all, get_all
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
@@ -26,7 +26,7 @@ class WeightSync:
 
     policy: PolicyGroup
     engines: Sequence[Any]
-    carrier: Carrier
+    transport: Transport
     timeout_s: float
     _receivers: list[str] | None = field(default=None, init=False)
     """Devices of the engines' workers, once they are known and connected."""
@@ -46,9 +46,9 @@ class WeightSync:
     def _begin(self, dtype: str, receivers: list[str]) -> Bucket | None:
         """Returns the first bucket."""
         starting = [engine.start_weight_sync.remote() for engine in self.engines]
-        self.policy.call("begin_weight_stream", dtype, self.carrier, receivers)
+        self.policy.call("begin_weight_stream", dtype, self.transport, receivers)
         bucket = self._next_bucket()
-        answers(starting, "start_weight_sync", self.timeout_s)
+        get_all(starting, "start_weight_sync", self.timeout_s)
         return bucket
 
     def _load(self, bucket: Bucket | None) -> None:
@@ -57,28 +57,28 @@ class WeightSync:
         while bucket is not None:
             loading.append([engine.load_weight_bucket.remote(bucket) for engine in self.engines])
             if len(loading) == SLOTS:  # the next bucket goes where the first of these is
-                answers(loading.pop(0), "load_weight_bucket", self.timeout_s)
+                get_all(loading.pop(0), "load_weight_bucket", self.timeout_s)
             bucket = self._next_bucket()
         for busy in loading:
-            answers(busy, "load_weight_bucket", self.timeout_s)
+            get_all(busy, "load_weight_bucket", self.timeout_s)
 
     def _finish(self) -> None:
-        ask(self.engines, "finish_weight_sync", self.timeout_s)
+        call_all(self.engines, "finish_weight_sync", self.timeout_s)
         self.policy.call("end_weight_stream")
 
     def _next_bucket(self) -> Bucket | None:
         filled = [b for b in self.policy.call("next_weight_bucket") if b is not None]
-        if self.carrier == "ipc":
+        if self.transport == "ipc":
             return merged(filled) if filled else None
         return filled[0] if filled else None
 
     def _connect(self) -> list[str]:
-        """Raises ``ValueError``: an engine worker's GPU has no policy rank, for carrier "ipc"."""
-        devices: list[list[str]] = ask(self.engines, "devices", self.timeout_s)
+        """Raises ``ValueError``: an engine worker's GPU has no policy rank, for transport "ipc"."""
+        devices: list[list[str]] = call_all(self.engines, "devices", self.timeout_s)
         receivers = [device for engine in devices for device in engine]
-        if self.carrier == "ipc":
+        if self.transport == "ipc":
             check_shared(receivers, self.policy.call("device_name"))
-        if self.carrier == "broadcast":
+        if self.transport == "broadcast":
             file = str(Path(tempfile.mkdtemp(prefix="rltrain-broadcast-")) / "group")
             size = 1 + len(receivers)
             ranks = accumulate(map(len, devices), initial=1)
@@ -87,7 +87,7 @@ class WeightSync:
                 for engine, rank in zip(self.engines, ranks, strict=False)
             ]
             self.policy.call("join_group", file, size)
-            answers(joining, "join_group", self.timeout_s)
+            get_all(joining, "join_group", self.timeout_s)
         return receivers
 
 
@@ -100,7 +100,7 @@ def check_shared(receivers: Sequence[str], senders: Sequence[str]) -> None:
 
 
 def check_weight_sync(
-    turns: Turns, spec: EngineSpec, options: dict[str, Any], timeout_s: float
+    colocation: Colocation, spec: EngineSpec, options: dict[str, Any], timeout_s: float
 ) -> None:
     """Compare every engine, bitwise, with a fresh one started from an export of the policy.
 
@@ -114,15 +114,15 @@ def check_weight_sync(
     """
     with tempfile.TemporaryDirectory(prefix="rltrain-sync-check-") as folder:
         path = str(Path(folder) / "model")
-        with turns.engines_aside() if spec.sleeps else nullcontext():
-            with turns.parameters_back():
-                turns.policy.call("export_for_engine", path)
+        with colocation.engines_aside() if spec.sleeps else nullcontext():
+            with colocation.parameters_back():
+                colocation.policy.call("export_for_engine", path)
             engine, ready = start_engine(replace(spec, model_path=path, capture=None), **options)
             try:
-                answers([ready], "start", timeout_s)
-                [fresh] = ask([engine], "digest", timeout_s)
-                ask([engine], "shutdown", timeout_s)
+                get_all([ready], "start", timeout_s)
+                [fresh] = call_all([engine], "digest", timeout_s)
+                call_all([engine], "shutdown", timeout_s)
             finally:
                 ray.kill(engine)
-        for synced in ask(turns.engines, "digest", timeout_s):
+        for synced in call_all(colocation.engines, "digest", timeout_s):
             check_same(synced, fresh)

@@ -8,8 +8,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Term:
-    what: str
-    how: str
+    name: str
+    formula: str
     """The arithmetic, with its numbers."""
     nbytes: int
 

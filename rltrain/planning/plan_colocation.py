@@ -31,11 +31,11 @@ def training(policy: Sequence[Term]) -> Term:
 
 def weight_sync(policy: Sequence[Term], engine: EngineMemory) -> Term:
     """The one time that both sides' weights are there."""
-    parameters = total(term for term in policy if term.what == "parameters")
+    parameters = total(term for term in policy if term.name == "parameters")
     weights, outside = _weights(engine), total(engine.outside)
     how = (
         f"policy's parameters {gib(parameters)} + engine's weights {gib(weights)} + its "
-        f"{' and '.join(term.what for term in engine.outside)} {gib(outside)} + "
+        f"{' and '.join(term.name for term in engine.outside)} {gib(outside)} + "
         f"the rest of the policy rank {gib(AWAY)} (assumed)"
     )
     return Term("weight sync", how, parameters + weights + outside + AWAY)
@@ -48,8 +48,8 @@ def host(config: Config, policy: Sequence[Sequence[Term]], engine: EngineMemory)
         policy: of a rank of each pipeline stage
     """
     ranks = config.policy.parallel.world_size
-    stays = [t for stage in policy for t in stage if t.what.removeprefix("critic's ") in STAYS]
-    names = dict.fromkeys(term.what for term in stays)
+    stays = [t for stage in policy for t in stage if t.name.removeprefix("critic's ") in STAYS]
+    names = dict.fromkeys(term.name for term in stays)
     how = f"{', '.join(names)} of {ranks} policy ranks"
     kept = 0
     if config.trainer.sync_every > 1:  # between syncs engines keep the weights they have
@@ -59,4 +59,4 @@ def host(config: Config, policy: Sequence[Sequence[Term]], engine: EngineMemory)
 
 
 def _weights(engine: EngineMemory) -> int:
-    return total(term for term in engine.terms if "weights" in term.what)
+    return total(term for term in engine.terms if "weights" in term.name)

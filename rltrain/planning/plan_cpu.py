@@ -89,7 +89,7 @@ def _policy(config: Config, arch: Architecture, stage: int) -> list[Term]:
 def _critic(config: Config, arch: Architecture, stage: int) -> list[Term]:
     states = memory.critic_states(config, arch, stage, _width(config))
     passes = _passes(config, arch, stage)
-    return [*states, *(term for term in passes if term.what != "routes"), WORKER]
+    return [*states, *(term for term in passes if term.name != "routes"), WORKER]
 
 
 def _passes(config: Config, arch: Architecture, stage: int) -> list[Term]:
@@ -114,7 +114,7 @@ def _faults(config: Config, parts: Sequence[Term], host: Host) -> list[str]:
     if (over := total(parts) - host.memory) > 0:
         largest = max(parts, key=lambda part: part.nbytes)
         faults.append(
-            f"{gib(over)} too much; most is {largest.what} ({gib(largest.nbytes)}): a smaller "
+            f"{gib(over)} too much; most is {largest.name} ({gib(largest.nbytes)}): a smaller "
             "model, fewer ranks, fewer policy.max_tokens_per_micro_batch, or GPUs"
         )
     if (ranks := count_ranks(config)) > RANKS_PER_CORE * host.cores:

@@ -81,10 +81,10 @@ def _policy_faults(policy: list[list[Term]], there: int) -> list[str]:
     faults = []
     for stage, terms in enumerate(policy):
         if (over := total(terms) - there) > 0:
-            largest = max((t for t in terms if t.what in REMEDIES), key=lambda t: t.nbytes)
+            largest = max((t for t in terms if t.name in REMEDIES), key=lambda t: t.nbytes)
             faults.append(
-                f"policy rank of stage {stage}: {gib(over)} too much; most is {largest.what} "
-                f"({gib(largest.nbytes)}): {REMEDIES[largest.what]}"
+                f"policy rank of stage {stage}: {gib(over)} too much; most is {largest.name} "
+                f"({gib(largest.nbytes)}): {REMEDIES[largest.name]}"
             )
     return faults
 

@@ -181,7 +181,7 @@ def term_lines(terms: Iterable[Term]) -> list[str]:
 
 
 def _line(term: Term) -> str:
-    return f"  {term.nbytes / GIB:9.3f} GiB  {term.what}: {term.how}"
+    return f"  {term.nbytes / GIB:9.3f} GiB  {term.name}: {term.formula}"
 
 
 def number(count: int, of: str) -> str:

@@ -105,7 +105,7 @@ def critic_states(config: Config, arch: Architecture, stage: int, width: int) ->
         counts = replace(counts, dense=counts.dense - (head - 1) * arch.hidden_size)
     plain = config.model_copy(update={"algorithm": AlgorithmConfig()})
     terms = states(plain, counts, width)
-    return [replace(term, what=f"critic's {term.what}") for term in terms]
+    return [replace(term, name=f"critic's {term.name}") for term in terms]
 
 
 def passes(config: Config, arch: Architecture, stage: int, width: int) -> list[Term]:

@@ -3,17 +3,17 @@
 from typing import Literal
 
 from rltrain.config import Config
-from rltrain.config.rollout import Carrier
+from rltrain.config.rollout import Transport
 from rltrain.planning.placement import Placement
 
 
 def check_transfer(config: Config, placement: Placement) -> None:
-    """As `choose_carrier`, where there are engines."""
+    """As `choose_transport`, where there are engines."""
     if config.engine_ranks:
-        choose_carrier(config.rollout.weight_transfer, placement)
+        choose_transport(config.rollout.weight_transfer, placement)
 
 
-def choose_carrier(wanted: Literal["auto", Carrier], placement: Placement) -> Carrier:
+def choose_transport(wanted: Literal["auto", Transport], placement: Placement) -> Transport:
     """What ``rollout.weight_transfer`` means where the run was placed.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rltrain.algorithms.objective import Sums, value_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.policy.megatron_worker import Learner
+from rltrain.policy.megatron_worker import MegatronWorker
 from rltrain.policy.passes.micro_batch import MicroBatch
 from rltrain.policy.passes.passes import ModelOnMesh, infer
 from rltrain.policy.types import Plan, Updated
@@ -35,7 +35,7 @@ class ValueModel(ModelOnMesh):
         return (output.view(-1),)
 
 
-class CriticWorker(Learner):
+class CriticWorker(MegatronWorker):
     """One rank of the critic: its part of the model, the optimizer and a step's sequences."""
 
     def __init__(

@@ -17,7 +17,7 @@ from rltrain.config.optimizer import OptimizerConfig
 from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.megatron_model import build_model
 from rltrain.policy.megatron.mesh import init_mesh
-from rltrain.policy.offload import Part, Parts, Residency, gradients, state, weights
+from rltrain.policy.offload import Offloader, Part, Parts, gradients, state, weights
 from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes.micro_batch import MicroBatch, cut
 from rltrain.policy.passes.passes import ModelOnMesh, Objective, Recorder, accumulate
@@ -27,7 +27,7 @@ from rltrain.weights.huggingface.load import load_huggingface
 from rltrain.weights.huggingface.stored_model import POLICY
 
 
-class Learner:
+class MegatronWorker:
     """A rank's place in a Megatron world, its part of the model, and a step's sequences.
 
     A subclass sets ``model``, what its passes run.
@@ -99,9 +99,9 @@ class Learner:
     # Its memory
 
     @cached_property
-    def residency(self) -> Residency:
+    def offloader(self) -> Offloader:
         """Made at the first use, when a subclass has all its parts."""
-        return Residency(self.device, self._parts())
+        return Offloader(self.device, self._parts())
 
     def _parts(self) -> Parts:
         return {
@@ -111,12 +111,12 @@ class Learner:
         }
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Leave the device memory of ``parts`` to others; see `Residency`."""
-        self.residency.offload(parts)
+        """Leave the device memory of ``parts`` to others; see `Offloader`."""
+        self.offloader.offload(parts)
 
     def onload(self, parts: Sequence[Part]) -> None:
-        """Take the device memory of ``parts`` back; see `Residency`."""
-        self.residency.onload(parts)
+        """Take the device memory of ``parts`` back; see `Offloader`."""
+        self.offloader.onload(parts)
 
     # A pass
 

@@ -32,7 +32,7 @@ class _Block:
     offset: int
 
 
-class Residency:
+class Offloader:
     """Moves parts of a model between ``device`` and host memory.
 
     Gradients are not kept: they come back as zeros, and every accumulation starts from zero anyway.

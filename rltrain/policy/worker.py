@@ -17,10 +17,10 @@ from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.config.rollout import Carrier
+from rltrain.config.rollout import Transport
 from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.guards import native_losses
-from rltrain.policy.megatron_worker import Learner
+from rltrain.policy.megatron_worker import MegatronWorker
 from rltrain.policy.offload import Parts, weights
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.policy.passes.micro_batch import MicroBatch, to_device
@@ -41,7 +41,7 @@ from rltrain.weights.sync.sender import full_tensors
 from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket, BucketStream, Sender
 
 
-class PolicyWorker(Learner):
+class PolicyWorker(MegatronWorker):
     """One rank of the policy: its part of the model, the optimizer and a step's sequences."""
 
     def __init__(
@@ -148,7 +148,7 @@ class PolicyWorker(Learner):
             self._trace(shard, plan, scores.recorded, f"scoring the {of}")
         if compares and scores.recorded is not None:
             self._deficits = scores.recorded.deficits
-        if not self._speaks:
+        if not self._is_output_rank:
             return None
         agreement = None
         if measure and scores.recorded is not None:
@@ -158,7 +158,7 @@ class PolicyWorker(Learner):
         return StageScored(scores.logprobs, agreement)
 
     @property
-    def _speaks(self) -> bool:
+    def _is_output_rank(self) -> bool:
         """One rank speaks for all that hold the same sequences and layers."""
         return self.mesh.tp_rank == 0 and self.mesh.cp_rank == 0
 
@@ -168,7 +168,7 @@ class PolicyWorker(Learner):
         Args:
             narrow: of every layer of the model that has a router
         """
-        if not self._speaks:
+        if not self._is_output_rank:
             return None
         assert self._deficits is not None, "no routes were compared in this step"
         shard = self._shard()
@@ -291,7 +291,9 @@ class PolicyWorker(Learner):
             timeout_s = self.config.cluster.call_timeout_s
             self.group = Group(file, SENDER, size, self.device, timeout_s)
 
-    def begin_weight_stream(self, dtype: str, carrier: Carrier, receivers: Sequence[str]) -> None:
+    def begin_weight_stream(
+        self, dtype: str, transport: Transport, receivers: Sequence[str]
+    ) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype.
 
         Args:
@@ -300,10 +302,10 @@ class PolicyWorker(Learner):
         tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
             tensors = in_fp8(tensors, self.arch)
-        self._stream = BucketStream(tensors, self._sender(carrier, receivers), BUCKET_BYTES)
+        self._stream = BucketStream(tensors, self._sender(transport, receivers), BUCKET_BYTES)
 
-    def _sender(self, carrier: Carrier, receivers: Sequence[str]) -> Sender | None:
-        if carrier == "ipc":
+    def _sender(self, transport: Transport, receivers: Sequence[str]) -> Sender | None:
+        if transport == "ipc":
             shares = self.device_name() in receivers
             return IpcSender(self.device, BUCKET_BYTES) if shares else None
         sends = self.mesh.rank == 0

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from rltrain.actors.failures import Call as Wait
-from rltrain.actors.failures import answers, silent
+from rltrain.actors.failures import get_all, silent
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 
 QUEUED = 2
@@ -95,7 +95,7 @@ class Dispatcher:
         return QUEUED * min(int(capabilities["max_num_seqs"]) for capabilities in found)
 
     def _get(self, ref: Any, engine: int, step: int) -> Any:
-        return answers([ref], _wait(engine, step), self._timeout_s)[0]
+        return get_all([ref], _wait(engine, step), self._timeout_s)[0]
 
     def _abort(self, running: dict[Any, _Running]) -> None:
         """No request is in flight afterwards, unless an engine hangs."""

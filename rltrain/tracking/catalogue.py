@@ -459,7 +459,7 @@ POLICY = (
     _policy("value/return_mean", "E[R], what V is to learn", VALUED, "reward"),
     _policy("value/grad_norm", "the critic's gradient norm before clipping", UPDATES),
     _policy("value/lr", "the critic's learning rate of the last update", "-"),
-    _policy("own/{stat}", "a statistic of one's own algorithm.loss, by its name", LOSS_TOKENS),
+    _policy("custom/{stat}", "a statistic of one's own algorithm.loss, by its name", LOSS_TOKENS),
 )
 
 

@@ -19,7 +19,7 @@ TIME = "%Y/%m/%d %H:%M:%S.%f"
 
 
 @dataclass(frozen=True)
-class Sample:
+class GpuSample:
     """One GPU in one second; None where the driver does not say."""
 
     time: datetime
@@ -82,7 +82,7 @@ def start_gpu_log(path: Path, gpus: Sequence[str]) -> GpuLog | None:
     return GpuLog(path, gpus) if gpus and shutil.which("nvidia-smi") else None
 
 
-def read_gpus(path: Path) -> list[Sample]:
+def read_gpus(path: Path) -> list[GpuSample]:
     """Of a gpus.csv; none when there is no such file."""
     if not path.is_file():
         return []
@@ -90,7 +90,7 @@ def read_gpus(path: Path) -> list[Sample]:
     return parse(path.read_text(encoding="utf-8").split("\n")[:-1])
 
 
-def parse(lines: Iterable[str]) -> list[Sample]:
+def parse(lines: Iterable[str]) -> list[GpuSample]:
     """Leaves out what is no sample: the header, and what nvidia-smi says of a GPU that was lost."""
     samples = []
     for row in csv.reader(lines, skipinitialspace=True):
@@ -98,7 +98,7 @@ def parse(lines: Iterable[str]) -> list[Sample]:
             continue
         utilization, used = (float(cell) if cell.isdigit() else None for cell in row[3:])
         samples.append(
-            Sample(
+            GpuSample(
                 datetime.strptime(row[0], TIME),
                 int(row[1]),
                 row[2],
@@ -120,7 +120,7 @@ class Timeline:
 
 
 def timeline(
-    samples: Sequence[Sample], value: Callable[[Sample], float | None], points: int = 240
+    samples: Sequence[GpuSample], value: Callable[[GpuSample], float | None], points: int = 240
 ) -> Timeline:
     """At most so many points, evenly spaced; none where nothing was sampled."""
     found = [(each, x) for each in samples if (x := value(each)) is not None]
@@ -142,7 +142,7 @@ def timeline(
     return line
 
 
-def gpu_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def gpu_metrics(samples: Sequence[GpuSample]) -> dict[str, float]:
     busy = [each.utilization for each in samples if each.utilization is not None]
     used = [each.memory_gib for each in samples if each.memory_gib is not None]
     return {

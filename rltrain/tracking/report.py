@@ -21,7 +21,7 @@ from markupsafe import Markup
 from rltrain.planning.roofline import hint
 from rltrain.tracking.catalogue import SECTIONS
 from rltrain.tracking.charts import Line, heatmap, line_chart, stacked_bars
-from rltrain.tracking.gpus import Sample, read_gpus, timeline
+from rltrain.tracking.gpus import GpuSample, read_gpus, timeline
 from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.metrics import find
 from rltrain.tracking.verdicts import Rows, column, scientific, verdicts
@@ -262,7 +262,7 @@ def _times(rows: Rows) -> Figure | None:
     return Figure("Seconds a step, by phase", svg, legend)
 
 
-def _gpus(samples: Sequence[Sample]) -> list[Figure]:
+def _gpus(samples: Sequence[GpuSample]) -> list[Figure]:
     """What nvidia-smi saw: of one GPU, or of the mean and the extremes of several."""
     busy = timeline(samples, lambda each: each.utilization)
     used = timeline(samples, lambda each: each.memory_gib)

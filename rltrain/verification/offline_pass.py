@@ -67,7 +67,7 @@ def _pass(model: ModelOnMesh, task: Task, device: torch.device) -> None:
     found = observe(model, shard, micro_batches, replay=given is not None, recorder=recorder)
     routes = _routes(model, batch, index, recorder.gathered(), device)
     logprobs = torch.zeros(batch.num_tokens)
-    if found.logprobs is not None and _speaks(model.mesh):
+    if found.logprobs is not None and _is_output_rank(model.mesh):
         logprobs[index] = found.logprobs
     logprobs = _summed(logprobs, device)
     if model.mesh.rank:
@@ -131,7 +131,7 @@ def _routes(
         batch.num_tokens, len(arch.moe_layers), arch.experts_per_token, dtype=torch.int64
     )
     margins = torch.zeros(used.shape[:2])
-    if _speaks(model.mesh):
+    if _is_output_rank(model.mesh):
         own = torch.tensor([arch.moe_layers.index(layer) for layer in model.route_layers])
         at = index.unsqueeze(1), own.long()
         used[at], margins[at] = decode(recorded.used), recorded.margin
@@ -160,7 +160,7 @@ def _check_replayed(used: Routes, given: Routes) -> None:
         )
 
 
-def _speaks(mesh: Mesh) -> bool:
+def _is_output_rank(mesh: Mesh) -> bool:
     """One of the ranks that hold the same: they share tokens and, by stage, layers."""
     return mesh.tp_rank == 0 and mesh.cp_rank == 0
 

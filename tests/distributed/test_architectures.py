@@ -440,7 +440,7 @@ def check_sinks_and_biases_change_ranks(rank: int, folder: Path) -> None:
     from rltrain.policy import model_checkpoint as checkpoint
     from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer
-    from rltrain.weights.mapping.grid import Placement
+    from rltrain.weights.mapping.grid import GridPosition
     from rltrain.weights.mapping.local_parameters import local_parameters
 
     arch, path = MODELS["gpt-oss"], folder / "two ranks"
@@ -455,7 +455,7 @@ def check_sinks_and_biases_change_ranks(rank: int, folder: Path) -> None:
         if parallel.world_size == 2:
             checkpoint.save(str(path), chunks, optimizer, rate, mesh)
         else:
-            held = local_parameters(chunks, arch, Placement())
+            held = local_parameters(chunks, arch, GridPosition())
             saved = {name: x.clone() for name, x in held.items()}
             for x in held.values():
                 x.data.fill_(7.0)
@@ -469,7 +469,7 @@ def check_checkpoints_are_whole(folder: Path) -> None:
     from rltrain.policy import model_checkpoint as checkpoint
     from rltrain.policy.megatron.mesh import destroy_mesh, init_mesh
     from rltrain.policy.optimizer import build_optimizer
-    from rltrain.weights.mapping.grid import Placement
+    from rltrain.weights.mapping.grid import GridPosition
     from rltrain.weights.mapping.local_parameters import local_parameters
 
     mesh = init_mesh(ParallelConfig(), 0, 1, rendezvous(folder, "checkpoint"), CPU)
@@ -478,7 +478,7 @@ def check_checkpoints_are_whole(folder: Path) -> None:
     for step in ("save", "load"):
         chunks = build(mesh, WITH_MTP)
         optimizer, rate = build_optimizer(chunks, OPTIMIZER, PolicyConfig().precision, CPU)
-        held = local_parameters(chunks, WITH_MTP, Placement())
+        held = local_parameters(chunks, WITH_MTP, GridPosition())
         if step == "save":
             checkpoint.save(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
             saved = {n: x.clone() for n, x in held.items()}

@@ -149,7 +149,7 @@ def build(case: Case, mesh: Any) -> tuple[Any, Any]:
 
 def states_of(case: Case, mesh: Any) -> dict[str, Any]:
     from rltrain.planning.policy_memory import count, data_parallel, expert_data_parallel, states
-    from rltrain.weights.mapping.grid import Placement
+    from rltrain.weights.mapping.grid import GridPosition
     from rltrain.weights.mapping.local_parameters import local_parameters
     from rltrain.weights.mapping.rank_share import held_by
 
@@ -160,7 +160,7 @@ def states_of(case: Case, mesh: Any) -> dict[str, Any]:
         for chunk in range(parallel.vpp)
         for each in held_by(arch, parallel, mesh.pp_rank, chunk, mesh.ep_rank)
     ]
-    local = local_parameters(chunks, arch, Placement.of(mesh))
+    local = local_parameters(chunks, arch, GridPosition.of(mesh))
     dense = [buffer for chunk in chunks for buffer in chunk.buffers]
     experts = [buffer for chunk in chunks for buffer in chunk.expert_parallel_buffers]
     width = 2 if case.params == "bf16" else 4
@@ -168,7 +168,7 @@ def states_of(case: Case, mesh: Any) -> dict[str, Any]:
     buffers = [x for name, x in local.items() if name.endswith("router.expert_bias")]
     params = sum(x.nbytes for x in [b.param_data for b in (*dense, *experts)] + frozen + buffers)
     counts = count(case.config, arch, mesh.pp_rank)
-    terms = {term.what: term.nbytes for term in states(case.config, counts, width)}
+    terms = {term.name: term.nbytes for term in states(case.config, counts, width)}
     sizes = {name: x.numel() for name, x in local.items()}
     moments = 8 if width == 4 else 12
     share = sum(b.numel_of_parameters / data_parallel(parallel) for b in map(_Buffer, dense)) + sum(
@@ -243,5 +243,5 @@ def peak_of(case: Case, mesh: Any) -> dict[str, Any]:
     return {
         "peak": bytes_.peak,
         "planned": sum(term.nbytes for term in terms),
-        "terms": {term.what: term.nbytes for term in terms},
+        "terms": {term.name: term.nbytes for term in terms},
     }

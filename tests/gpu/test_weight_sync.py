@@ -57,7 +57,7 @@ def save_models(folder: Path) -> None:
 # The sender's process
 
 
-def send(pipe: Connection, folder: Path, carrier: str, number: int) -> None:
+def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
     """Answers ``begin SET`` and ``next`` until the pipe is closed."""
     import torch
     from safetensors.torch import load_file
@@ -139,16 +139,16 @@ def fresh(folder: Path, mode: str, seed: int) -> None:
     (folder / f"fresh-{mode}-{seed}.json").write_text(json.dumps(state(engine)))
 
 
-def synced(folder: Path, mode: str, carrier: str) -> None:
+def synced(folder: Path, mode: str, transport: str) -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    number = 0 if carrier == "ipc" else 1
-    sender = context.Process(target=send, args=(theirs, folder, carrier, number), daemon=True)
+    number = 0 if transport == "ipc" else 1
+    sender = context.Process(target=send, args=(theirs, folder, transport, number), daemon=True)
     sender.start()
     engine = engine_on(folder / "set0", mode, sleeps=True)
     assert pipe.recv() == "ready"
     state(engine)  # as an engine that has generated before
-    if carrier == "broadcast":
+    if transport == "broadcast":
         file = str(folder / f"group-{mode}")
         pipe.send(("join", file, 0, 2))
         info = {"file": file, "first_rank": 1, "size": 2, "timeout_s": 60.0}
@@ -162,7 +162,7 @@ def synced(folder: Path, mode: str, carrier: str) -> None:
         engine.wake_up(tags=["kv_cache"])
         assert engine.reset_prefix_cache()
         compare(state(engine), json.loads((folder / f"fresh-{mode}-{seed}.json").read_text()))
-        say(f"{carrier}, {mode}, set {seed}: {count} buckets, {seconds:.3f} s, bitwise a fresh one")
+        say(f"{transport}, {mode}, set {seed}: {count} buckets, {seconds:.3f} s, bitwise equal")
     pipe.send("end")
     sender.join(30)
 
@@ -210,7 +210,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
-def run(folder: Path, carriers: Sequence[str]) -> None:
+def run(folder: Path, transports: Sequence[str]) -> None:
     """Raises AssertionError at the end, naming every part that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     save_models(folder)
@@ -219,12 +219,12 @@ def run(folder: Path, carriers: Sequence[str]) -> None:
         (mode, seed): start(folder, "fresh", mode, str(seed)) for mode in MODES for seed in (1, 2)
     }
     failed = [f"fresh {mode} {seed}" for (mode, seed), part in parts.items() if part.wait(280)]
-    for carrier in carriers:
+    for transport in transports:
         for mode in MODES:
-            say(f"{carrier}, {mode}")
-            if start(folder, "synced", mode, carrier).wait(280):
-                failed.append(f"{carrier} {mode}")
-            log = (folder / f"synced-{mode}-{carrier}.log").read_text(errors="replace")
+            say(f"{transport}, {mode}")
+            if start(folder, "synced", mode, transport).wait(280):
+                failed.append(f"{transport} {mode}")
+            log = (folder / f"synced-{mode}-{transport}.log").read_text(errors="replace")
             sys.stdout.write("".join(f"  {line}\n" for line in log.splitlines()[-12:]))
     assert not failed, f"failed: {failed}; see the logs in {folder}"
     say("all bitwise equal")

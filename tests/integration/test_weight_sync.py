@@ -174,7 +174,7 @@ def three_buckets(weights: Weights) -> tuple[list[Bucket], dict[int, torch.Tenso
         payload = {"nbytes": nbytes, "checksum": checksum(buffer)}
         found.append(
             Bucket(
-                carrier="broadcast",
+                transport="broadcast",
                 index=index,
                 last=index == 2,
                 tensors=entries,

@@ -35,7 +35,7 @@ class TokenLoss:
     ratio: Tensor  # the importance ratio that the loss is made of  # [S]
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """Whatever has a mean over the loss tokens to be logged: clip fractions as ``policy/NAME``, and
-    what a loss of one's own adds as ``own/NAME``.  # [S] each"""
+    what a loss of one's own adds as ``custom/NAME``.  # [S] each"""
 
 
 def require_token_loss(found: TokenLoss, inputs: LossInputs) -> TokenLoss:

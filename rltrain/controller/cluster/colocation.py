@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.controller.cluster.engines import ask
+from rltrain.controller.cluster.engines import call_all
 from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.tracking.timers import StepTimer
 
@@ -19,7 +19,7 @@ REST = ("gradients", "optimizer", "reference")
 
 
 @dataclass(frozen=True)
-class Turns:
+class Colocation:
     """A run begins in training's turn, with engines asleep, and takes one turn after the other."""
 
     colocated: bool
@@ -86,7 +86,7 @@ class Turns:
             self.policy.call("offload", PARAMETERS)
 
     def _tell_engines(self, method: str, argument: Any) -> None:
-        ask(self.engines, method, self.timeout_s, argument)
+        call_all(self.engines, method, self.timeout_s, argument)
 
     def _tell_learners(self, method: str, parts: Sequence[str]) -> None:
         for group in (self.policy, self.critic):

@@ -56,7 +56,7 @@ def start_engines(
     @cache
     def wait_until_ready() -> list[dict[str, Any]]:
         limit = config.cluster.start_timeout_s
-        capabilities = answers([ready for _, ready in started], "start", limit)
+        capabilities = get_all([ready for _, ready in started], "start", limit)
         taken = time.monotonic() - began
         logger.info("rollout engines are ready: %d, after %.0f s", len(started), taken)
         return capabilities
@@ -64,19 +64,19 @@ def start_engines(
     return [engine for engine, _ in started], wait_until_ready
 
 
-def ask(engines: Sequence[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:
+def call_all(engines: Sequence[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:
     """Call ``method`` on every engine at once; see `answers`."""
-    return answers([getattr(engine, method).remote(*args) for engine in engines], method, timeout_s)
+    return get_all([getattr(engine, method).remote(*args) for engine in engines], method, timeout_s)
 
 
-def answers(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
+def get_all(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
     """What the engines answered, in the order of ``refs``.
 
     Raises:
         ActorFailed: an engine raised, died, or is silent for longer than ``timeout_s``.
     """
     key = f"cluster.{'start' if what == 'start' else 'call'}_timeout_s"
-    return failures.answers(refs, Call("rollout", what, key), timeout_s)
+    return failures.get_all(refs, Call("rollout", what, key), timeout_s)
 
 
 def _capture(config: Config, arch: Architecture) -> RouteCapture | None:

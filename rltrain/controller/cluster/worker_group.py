@@ -10,7 +10,7 @@ import ray
 import torch
 from torch import Tensor
 
-from rltrain.actors.failures import Call, answers
+from rltrain.actors.failures import Call, get_all
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.cluster.ray_cluster import Cluster
@@ -59,7 +59,7 @@ class WorkerGroup:
         return self._answers(method, refs)
 
     def _answers(self, method: str, refs: list[Any]) -> list[Any]:
-        return answers(refs, Call(self.role, method), self._timeout)
+        return get_all(refs, Call(self.role, method), self._timeout)
 
     def shutdown(self) -> None:
         """End the workers; their GPUs and memory are free for others."""

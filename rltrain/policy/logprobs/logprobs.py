@@ -17,12 +17,12 @@ from torch import Tensor
 
 from rltrain.planning.policy_memory import BLOCK
 from rltrain.policy.logprobs.online_softmax import (
-    Part,
+    SoftmaxState,
     Weights,
-    absorb,
-    differentiate,
-    nothing,
+    backward,
+    init_state,
     over_ranks,
+    update,
 )
 
 TILE = 128
@@ -93,16 +93,16 @@ class _OfHidden(torch.autograd.Function):
         ctx.blocks = _blocks(real, block // max(1, len(hidden)))
         ctx.grad_dtype = _grad_dtype(hidden, vocabulary.fp32)
         add, _ = _functions(hidden.device)
-        part, left = nothing(local), vocabulary.kept_bytes
+        state, left = init_state(local), vocabulary.kept_bytes
         ctx.kept = []
         for rows in ctx.blocks:
             logits = _logits(hidden, head[rows], vocabulary.fp32)
             nbytes = logits.numel() * ctx.grad_dtype.itemsize
             values = torch.empty_like(logits, dtype=ctx.grad_dtype) if nbytes <= left else None
-            part = add(part, logits, local - rows.start, vocabulary.temperature, values)
+            state = add(state, logits, local - rows.start, vocabulary.temperature, values)
             left = 0 if values is None else left - nbytes
-            ctx.kept.append(None if values is None else Weights(values, part[0]))
-        logprobs, *softmax = over_ranks(part, vocabulary.group)
+            ctx.kept.append(None if values is None else Weights(values, state[0]))
+        logprobs, *softmax = over_ranks(state, vocabulary.group)
         ctx.set_materialize_grads(False)  # None tells that nothing was made of an output
         ctx.save_for_backward(hidden, head, local, *softmax)
         ctx.vocabulary = vocabulary
@@ -133,10 +133,10 @@ class _OfLogits(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary
     ) -> tuple[Tensor, Tensor]:
         local, real = vocabulary.own(targets, logits.shape[1])
-        part = nothing(local)
+        state = init_state(local)
         if real:
-            part = absorb(part, logits[:, :real], local, vocabulary.temperature)
-        logprobs, *softmax = over_ranks(part, vocabulary.group)
+            state = update(state, logits[:, :real], local, vocabulary.temperature)
+        logprobs, *softmax = over_ranks(state, vocabulary.group)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, local, *softmax)
         ctx.real, ctx.temperature = real, vocabulary.temperature
@@ -148,9 +148,7 @@ class _OfLogits(torch.autograd.Function):
         grad = torch.zeros_like(logits)
         own = logits[:, : ctx.real]
         dense = _dense(grads, local)
-        grad[:, : ctx.real] = differentiate(
-            own, local, softmax, dense, ctx.temperature, logits.dtype
-        )
+        grad[:, : ctx.real] = backward(own, local, softmax, dense, ctx.temperature, logits.dtype)
         return grad, None, None
 
 
@@ -189,13 +187,13 @@ def _sums_bf16_in_fp32(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and a.dtype == b.dtype == torch.bfloat16
 
 
-def _functions(device: torch.device) -> tuple[Callable[..., Part], Callable[..., Tensor]]:
-    """`absorb` and `differentiate`; on a GPU as one kernel each, where these run ten."""
+def _functions(device: torch.device) -> tuple[Callable[..., SoftmaxState], Callable[..., Tensor]]:
+    """`update` and `backward`; on a GPU as one kernel each, where these run ten."""
     if device.type != "cuda":
-        return absorb, differentiate
+        return update, backward
     from rltrain.policy.logprobs import softmax_kernels
 
-    return softmax_kernels.absorb, softmax_kernels.differentiate
+    return softmax_kernels.update, softmax_kernels.backward
 
 
 def _dense(grads: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """The softmax of logits that are never all in one place.
 
-Of a block's logits a `Part` is kept, some numbers a token. Parts add up, whichever block or rank
-they are of (Milakov and Gimelshein, arXiv:1805.02867), and once they have, each block's gradient
-can be told from its own logits, or from its `Weights`.
+A `SoftmaxState` is kept of a block's logits, some numbers a token. States add up, of any block and
+rank (Milakov and Gimelshein, arXiv:1805.02867). Then the gradient of each block follows
+from its own logits, or from its `Weights`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ LOWEST = torch.finfo(torch.float32).min
 TINY = torch.finfo(torch.float32).tiny
 """What a weight that was too small for its dtype counts as: none, but with a logarithm."""
 
-Part = tuple[Tensor, Tensor, Tensor, Tensor]
+SoftmaxState = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of some logits: the largest; over it, the sum of their exponentials, and of those times the
 logit; the target's own logit or 0.  # float32 [S] each"""
 
@@ -30,57 +30,61 @@ class Weights:
     peak: Tensor  # float32 [S]
 
 
-def nothing(local: Tensor) -> Part:
+def init_state(local: Tensor) -> SoftmaxState:
     zeros = torch.zeros_like(local, dtype=torch.float32)
     return torch.full_like(zeros, LOWEST), zeros, zeros, zeros
 
 
-def absorb(
-    part: Part, logits: Tensor, local: Tensor, temperature: float, weights: Tensor | None = None
-) -> Part:
-    """``part`` and the block ``logits``, in which the target is column ``local``, if in any.
+def update(
+    state: SoftmaxState,
+    logits: Tensor,
+    local: Tensor,
+    temperature: float,
+    weights: Tensor | None = None,
+) -> SoftmaxState:
+    """``state`` and the block ``logits``, in which the target is column ``local``, if in any.
 
     Args:
         weights: is filled with the values of the block's `Weights`, whose peak the result has
     """
     scores = logits.float() / temperature
-    peak = torch.maximum(part[0], scores.amax(-1))
+    peak = torch.maximum(state[0], scores.amax(-1))
     shifted = scores - peak.unsqueeze(1)
     each = shifted.exp()
     if weights is not None:
         weights.copy_(each)
-    total, expected = _relative_to(peak, part)
+    total, expected = _relative_to(peak, state)
     inside = (local >= 0) & (local < scores.shape[1])
     own = scores.gather(1, local.clamp(0, scores.shape[1] - 1).unsqueeze(1)).squeeze(1)
     return (
         peak,
         total + each.sum(-1),
         expected + (each * shifted).sum(-1),
-        part[3] + torch.where(inside, own, 0.0),
+        state[3] + torch.where(inside, own, 0.0),
     )
 
 
-def _relative_to(peak: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """The sums of a part over a larger logit."""
-    lower = part[0] - peak
+def _relative_to(peak: Tensor, state: SoftmaxState) -> tuple[Tensor, Tensor]:
+    """The sums of a state over a larger logit."""
+    lower = state[0] - peak
     scale = lower.exp()
-    return part[1] * scale, (part[2] + part[1] * lower) * scale
+    return state[1] * scale, (state[2] + state[1] * lower) * scale
 
 
-def over_ranks(part: Part, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def over_ranks(state: SoftmaxState, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probability, largest logit, log of the sum over it, entropy.  # [S] each"""
-    peak, total, expected, chosen = part
+    peak, total, expected, chosen = state
     if group is not None:
         peak = peak.clone()
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        sums = torch.stack([*_relative_to(peak, part), chosen])
+        sums = torch.stack([*_relative_to(peak, state), chosen])
         dist.all_reduce(sums, group=group)
         total, expected, chosen = sums.unbind()
     log_total = total.log()
     return chosen - peak - log_total, peak, log_total, log_total - expected / total
 
 
-def differentiate(
+def backward(
     block: Tensor | Weights,
     local: Tensor,
     softmax: Sequence[Tensor],

@@ -10,15 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rltrain.policy.logprobs.online_softmax import LOWEST, TINY, Part, Weights
+from rltrain.policy.logprobs.online_softmax import LOWEST, TINY, SoftmaxState, Weights
 
 LANES = 1024
 """Columns of a row that a program has at once."""
 
 
-def absorb(
-    part: Part, logits: Tensor, local: Tensor, temperature: float, weights: Tensor | None = None
-) -> Part:
+def update(
+    state: SoftmaxState,
+    logits: Tensor,
+    local: Tensor,
+    temperature: float,
+    weights: Tensor | None = None,
+) -> SoftmaxState:
     """One program a row: a running softmax in each lane, put together at the end.
 
     For weights it reads its row again, which is then in a nearer cache.
@@ -27,8 +31,8 @@ def absorb(
     assert logits.stride(1) == 1 and (weights is None or weights.is_contiguous())
     found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        _absorb[(rows,)](
-            *(each.contiguous() for each in part),
+        _update[(rows,)](
+            *(each.contiguous() for each in state),
             logits,
             local,
             found,
@@ -45,7 +49,7 @@ def absorb(
     return peak, total, expected, chosen
 
 
-def differentiate(
+def backward(
     block: Tensor | Weights,
     local: Tensor,
     softmax: Sequence[Tensor],
@@ -59,7 +63,7 @@ def differentiate(
     assert values.stride(1) == 1
     found = torch.empty(rows, width, dtype=dtype, device=values.device)
     if rows and width:
-        _differentiate[(rows, triton.cdiv(width, LANES))](
+        _backward[(rows, triton.cdiv(width, LANES))](
             values,
             block.peak if isinstance(block, Weights) else local,
             local,
@@ -76,7 +80,7 @@ def differentiate(
 
 
 @triton.jit
-def _absorb(  # type: ignore[no-untyped-def]
+def _update(  # type: ignore[no-untyped-def]
     peak_in,
     total_in,
     expected_in,
@@ -139,7 +143,7 @@ def _absorb(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _differentiate(  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
     values,
     own_peak,
     local,

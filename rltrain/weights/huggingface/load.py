@@ -12,7 +12,7 @@ from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.huggingface.tensor_files import StoredTensor, open_folder
 from rltrain.weights.mapping.assembly import assemble
-from rltrain.weights.mapping.grid import Grid, Placement
+from rltrain.weights.mapping.grid import Grid, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
 from rltrain.weights.mapping.mtp import copies, is_left_out
 from rltrain.weights.mapping.parameters import HfTensor
@@ -30,7 +30,7 @@ def load_huggingface(
     exactly this architecture's.
     """
     checkpoint = open_checkpoint(path, arch)
-    placement = Placement.of(mesh)
+    placement = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, placement)
     for parameter in parameters(arch):
         if parameter.name not in held:

@@ -46,7 +46,7 @@ class Grid(Protocol):
 
 
 @dataclass(frozen=True)
-class Placement:
+class GridPosition:
     """This rank's place on the axes that share out a model; the default is a single process.
 
     Local expert i of expert-parallel rank r is the model's expert ``r * num_local + i``. Layers
@@ -59,7 +59,7 @@ class Placement:
     pp: Axis = Axis()
 
     @classmethod
-    def of(cls, mesh: Grid) -> "Placement":
+    def of(cls, mesh: Grid) -> "GridPosition":
         return cls(
             tp=Axis(mesh.tp_rank, mesh.tp_size, mesh.tp_group if mesh.tp_size > 1 else None),
             etp=Axis(mesh.etp_rank, mesh.etp_size, mesh.etp_group if mesh.etp_size > 1 else None),

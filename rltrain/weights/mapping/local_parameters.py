@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
-from rltrain.weights.mapping.grid import Placement
+from rltrain.weights.mapping.grid import GridPosition
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -18,7 +18,7 @@ _WRAPPERS = re.compile(r"^(module\.)+")
 
 
 def local_parameters(
-    chunks: Sequence[nn.Module], arch: Architecture, placement: Placement
+    chunks: Sequence[nn.Module], arch: Architecture, placement: GridPosition
 ) -> dict[str, Tensor]:
     """Global Megatron name -> the parameter that this rank holds of it, perhaps only a cut of it.
 
@@ -63,7 +63,7 @@ def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def _check(found: dict[str, Tensor], arch: Architecture, placement: Placement) -> None:
+def _check(found: dict[str, Tensor], arch: Architecture, placement: GridPosition) -> None:
     """The model and the map agree on what there is, so that nothing is left out silently."""
     every = {parameter.name: parameter for parameter in parameters(arch)}
     if unknown := sorted(found.keys() - every.keys()):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rltrain.weights.architecture.decoder import MLA, Architecture
-from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.grid import Axis, GridPosition
 from rltrain.weights.mapping.stacked_experts import Stacked
 
 
@@ -88,7 +88,7 @@ class Parameter:
     copy: bool = False
     """It holds again what another parameter owns (tied embeddings): loaded, never sent."""
 
-    def axis(self, placement: Placement) -> Axis:
+    def axis(self, placement: GridPosition) -> Axis:
         """The axis that cuts this parameter; one of size 1 where nothing does."""
         if self.rule.cut is None:
             return Axis()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.mapping.assembly import assemble
-from rltrain.weights.mapping.grid import Grid, Placement
+from rltrain.weights.mapping.grid import Grid, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
 from rltrain.weights.mapping.parameters import HfTensor
 
@@ -33,7 +33,7 @@ def fill(
     def read(tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
         return seeded(tensor).to(dtype).float().narrow(dim, start, stop - start)
 
-    placement = Placement.of(mesh)
+    placement = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, placement)
     for parameter in parameters(arch):
         if parameter.name in held:

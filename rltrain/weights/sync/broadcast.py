@@ -1,4 +1,4 @@
-"""The carrier "broadcast": from the policy's rank 0 to all engine workers of one host at once.
+"""The transport "broadcast": from the policy's rank 0 to all engine workers of one host at once.
 
 They form a process group of their own, NCCL on GPUs and gloo on CPUs, beside whatever groups each
 of them is in. Who joins it are rank 0, the policy's, and from 1 on the workers, engine by engine.
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.config.rollout import Carrier
+from rltrain.config.rollout import Transport
 from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
 from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
 
@@ -56,7 +56,7 @@ class Group:
 class BroadcastSender:
     """The ``payload`` of its buckets: ``nbytes`` and ``checksum``."""
 
-    carrier: Carrier = "broadcast"
+    transport: Transport = "broadcast"
 
     def __init__(self, group: Group, device: torch.device, bucket_bytes: int) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""The carrier "ipc": the memory of a GPU that sender and receiver share, for a colocated engine.
+"""The transport "ipc": the memory of a GPU that sender and receiver share, for a colocated engine.
 
 Every policy rank whose GPU hosts an engine worker fills buffers of its own there, and each worker
 reads those of its GPU: no byte leaves it. Handles are CUDA's own, as text: nothing is pickled.
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltrain.config.rollout import Carrier
+from rltrain.config.rollout import Transport
 from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
 from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
 
@@ -25,7 +25,7 @@ def device_name(device: torch.device) -> str:
 class IpcSender:
     """The ``payload`` of its buckets: ``nbytes``, ``checksum``, and ``handles`` by GPU."""
 
-    carrier: Carrier = "ipc"
+    transport: Transport = "ipc"
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._gpu = device_name(device)

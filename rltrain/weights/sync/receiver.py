@@ -1,11 +1,11 @@
-"""The engine's side of weight sync: one vLLM weight transfer backend for all carriers.
+"""The engine's side of weight sync: one vLLM weight transfer backend for all transports.
 
 vLLM runs the model in worker processes. Naming ``ReceiverExtension`` as the worker extension makes
 each of them import this module, which registers the backend before the model is built.
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(..., **engine_args()))
 
-    await join_group(engine, file, 1, 3, 60)  # before the first sync by carrier "broadcast" alone
+    await join_group(engine, file, 1, 3, 60)  # before the first sync by transport "broadcast" alone
     await start_sync(engine)                  # no request may be running
     for bucket in buckets:                    # transport.Bucket, filled by the policy
         await load_bucket(engine, bucket)     # its slot may be filled again when this returns
@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rltrain.config.rollout import Carrier
+from rltrain.config.rollout import Transport
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.load import read_tensors
@@ -162,7 +162,7 @@ class GroupInfo(WeightTransferInitInfo):
 class BucketInfo(WeightTransferUpdateInfo):
     """A ``transport.Bucket``."""
 
-    carrier: Carrier
+    transport: Transport
     index: int
     last: bool
     tensors: list[TensorEntry]
@@ -218,7 +218,7 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         bucket = Bucket(
-            carrier=update_info.carrier,
+            transport=update_info.transport,
             index=update_info.index,
             last=update_info.last,
             tensors=update_info.tensors,
@@ -230,7 +230,7 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self.model.load_weights(tensors)
 
     def _read(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-        if bucket["carrier"] == "ipc":
+        if bucket["transport"] == "ipc":
             return self._ipc.read(bucket)
         if self._broadcast is None:
             raise RuntimeError("join_group comes before a weight sync by broadcast")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.mapping.assembly import disassemble
-from rltrain.weights.mapping.grid import Axis, Grid, Placement
+from rltrain.weights.mapping.grid import Axis, Grid, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
 from rltrain.weights.mapping.parameters import HfTensor, Parameter
 
@@ -72,7 +72,7 @@ def _pieces(
     value: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[HfTensor, Tensor]]:
     """Every tensor that the map knows, on every rank; an expert's alone."""
-    placement = Placement.of(mesh)
+    placement = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, placement)
     owned = [
         parameter
@@ -123,7 +123,7 @@ def _gather(
     batch: Sequence[Parameter],
     held: Mapping[str, Tensor],
     arch: Architecture,
-    placement: Placement,
+    placement: GridPosition,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
 ) -> list[tuple[HfTensor, Tensor]]:

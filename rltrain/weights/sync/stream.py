@@ -1,6 +1,6 @@
 """A stream of named tensors from the policy to the engines, bucket by bucket.
 
-Whoever moves the bytes is a carrier (`cuda_ipc`, `broadcast`); what describes a bucket is plain
+Whoever moves the bytes is a transport (`cuda_ipc`, `broadcast`); what describes a bucket is plain
 JSON, and its checksum tells a receiver that it got the sender's bytes. A sender has two slots: it
 fills one while the receivers load from the other, and no more than two buckets exist at a time.
 
@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from rltrain.config.rollout import Carrier
+from rltrain.config.rollout import Transport
 
 SLOTS = 2
 BUCKET_BYTES = 512 * 2**20
@@ -41,18 +41,18 @@ class TensorEntry(TypedDict):
 
 
 class Bucket(TypedDict):
-    carrier: Carrier
+    transport: Transport
     index: int
     last: bool
     tensors: list[TensorEntry]
     payload: dict[str, Any]
-    """Where the bytes are and what they add up to; see the carrier."""
+    """Where the bytes are and what they add up to; see the transport."""
 
 
 class Sender(Protocol):
-    """The sending end of a carrier."""
+    """The sending end of a transport."""
 
-    carrier: Carrier
+    transport: Transport
 
     def send(self) -> None:
         """Hand over what was filled last, where receivers do not fetch it themselves."""
@@ -104,7 +104,7 @@ class BucketStream:
         self._next_index += 1
         entries, payload = self._sender.fill(index % SLOTS, self._cut())
         return Bucket(
-            carrier=self._sender.carrier,
+            transport=self._sender.transport,
             index=index,
             last=self._pending is None,
             tensors=entries,

@@ -167,7 +167,7 @@ def test_optimizer_state_is_shared_out_over_the_ranks_with_the_same_parameters()
         layout = [f"+policy.parallel.{name}={size}"[1:] for name, size in sizes.items()]
         config = compose(["model=Qwen3-30B-A3B", *layout])
         terms = states(config, count(config, QWEN3, 0), 2)
-        return {term.what: term.nbytes for term in terms}["optimizer"]
+        return {term.name: term.nbytes for term in terms}["optimizer"]
 
     dense, experts = 30_532_122_624 - 28_991_029_248, 28_991_029_248
     assert optimizer() == 12 * (dense + experts)
@@ -181,7 +181,7 @@ def test_what_the_head_keeps_is_counted_once_and_where_a_backward_pass_follows()
     def kept(gib: float, stage: int, counted: Any = passes) -> int:
         config = compose([RECIPE, f"policy.kept_softmax_gib={gib}"])
         terms = counted(config, QWEN3, stage, 2)
-        return sum(term.nbytes for term in terms if term.what == "kept probabilities")
+        return sum(term.nbytes for term in terms if term.name == "kept probabilities")
 
     config = compose([RECIPE])
     last = config.policy.parallel.pp - 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rltrain.config import Config
-from rltrain.controller.evaluation import Evaluator, judged, sample_of
+from rltrain.controller.evaluation import Evaluator, rewarded_samples, sample_of
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
 from rltrain.environments.pool import RewardPool
@@ -139,7 +139,7 @@ def test_training_and_evaluation_judge_the_text_that_was_asked_for() -> None:
         metrics, _ = evaluate([(response, special)], text=text)
         assert metrics["eval/accuracy"] == 1.0
     problem = Problem((1,), "p", "7", {"level": 1})
-    (sample,) = judged(TOKENIZER, problem, [special])
+    (sample,) = rewarded_samples(TOKENIZER, problem, [special])
     assert (sample.raw, sample.clean) == ("<|start|>final<|start|>42", "final42")
     assert (sample.answer, sample.prompt, sample.columns) == ("7", "p", {"level": 1})
     assert sample_of(problem, "x") == sample_of(problem, "x", "x")

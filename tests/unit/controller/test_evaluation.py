@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rltrain.config import Config
-from rltrain.controller.evaluation import Evaluator, evaluation_metrics, judged
+from rltrain.controller.evaluation import Evaluator, evaluation_metrics, rewarded_samples
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
 from rltrain.environments.pool import RewardResult, Sample
@@ -43,7 +43,7 @@ class Parts:
 
     rollouts: Sequence[Rollout]
     results: Sequence[RewardResult]
-    judged: list[Sample] = field(default_factory=list)
+    scored: list[Sample] = field(default_factory=list)
     rows: list[dict[str, object]] = field(default_factory=list)
     step: int = -1
 
@@ -52,7 +52,7 @@ class Parts:
         return self.rollouts
 
     def score(self, samples: Sequence[Sample]) -> Sequence[RewardResult]:
-        self.judged = list(samples)
+        self.scored = list(samples)
         return self.results
 
     def samples(self, step: int, rows: list[dict[str, object]]) -> None:
@@ -88,15 +88,15 @@ def test_what_is_logged_of_an_evaluation() -> None:
 def test_each_response_is_judged_by_its_own_problem() -> None:
     parts = Parts(ROLLOUTS, RESULTS)
     evaluator(parts).evaluate(0)
-    assert [(s.raw, s.answer, s.prompt, s.columns) for s in parts.judged] == [
+    assert [(s.raw, s.answer, s.prompt, s.columns) for s in parts.scored] == [
         (text, problem.answer, problem.prompt, problem.columns)
         for text, problem in zip(["7", " 22 ", "13 or", "no"], PROBLEMS, strict=True)
     ]
-    assert [s.prompt_id for s in parts.judged] == [problem.id for problem in PROBLEMS]
+    assert [s.prompt_id for s in parts.scored] == [problem.id for problem in PROBLEMS]
 
 
 def test_a_group_is_judged_by_one_problem_in_its_order() -> None:
-    found = judged(TOKENIZER, PROBLEMS[1], ROLLOUTS[:2])
+    found = rewarded_samples(TOKENIZER, PROBLEMS[1], ROLLOUTS[:2])
     assert [(s.raw, s.answer) for s in found] == [("7", "21"), (" 22 ", "21")]
 
 

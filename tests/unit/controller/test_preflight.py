@@ -141,7 +141,7 @@ def test_supervised_steps_need_no_engine_rank() -> None:
 
 
 def test_weights_have_a_way_to_the_engines() -> None:
-    ipc, broadcast = ({"weight_transfer": carrier} for carrier in ("ipc", "broadcast"))
+    ipc, broadcast = ({"weight_transfer": transport} for transport in ("ipc", "broadcast"))
     check_ranks(with_layout(rollout=broadcast), "cpu", cores=2, gpus=0)
     with pytest.raises(ValueError, match=r"weight_transfer=ipc: .* found a run on CPUs"):
         check_ranks(with_layout(rollout=ipc), "cpu", cores=2, gpus=0)

@@ -86,7 +86,9 @@ def sampler(
         "rollout": {"oversample": 1.0 if len(rounds[0]) > WANTED else 0.0},
     }
     monkeypatch.setattr(
-        sampling, "judged", lambda tokenizer, problem, group: [r.prompt_tokens[0] for r in group]
+        sampling,
+        "rewarded_samples",
+        lambda tokenizer, problem, group: [r.prompt_tokens[0] for r in group],
     )
     prompts: Any = iter(lambda: ["problem"] * len(rounds[0]), None)
     config, unused = Config.model_validate(values), Any

@@ -176,7 +176,7 @@ def test_means_are_over_tokens_and_a_skipped_update_is_counted() -> None:
     )
     assert found["policy/clip_fraction_low"] == 1 / 4  # not the mean of 1 and 0
     assert found["policy/clip_fraction"] == 3 / 4
-    assert found["own/mine"] == 1
+    assert found["custom/mine"] == 1
     assert found["policy/ratio_min"] == 0.5
     assert found["policy/skipped_updates"] == 2
     assert update_metrics([], mini_batches=4) == {"policy/skipped_updates": 4}

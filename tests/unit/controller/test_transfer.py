@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.controller.weight_sync import check_shared
 from rltrain.planning.placement import Placement
-from rltrain.planning.weight_transport import choose_carrier
+from rltrain.planning.weight_transport import choose_transport
 
 CPU = Placement("cpu")
 APART = Placement("cuda", 2, policy=(0,), engines=((1,),))
@@ -14,11 +14,13 @@ SHARED = Placement("cuda", 1, policy=(0,), engines=((0,),))
 
 
 @pytest.mark.parametrize(
-    ("placement", "carrier"), [(CPU, "broadcast"), (APART, "broadcast"), (SHARED, "ipc")]
+    ("placement", "transport"), [(CPU, "broadcast"), (APART, "broadcast"), (SHARED, "ipc")]
 )
-def test_auto_takes_the_fastest(placement: Placement, carrier: Literal["ipc", "broadcast"]) -> None:
-    assert choose_carrier("auto", placement) == carrier
-    assert choose_carrier(carrier, placement) == carrier
+def test_auto_takes_the_fastest(
+    placement: Placement, transport: Literal["ipc", "broadcast"]
+) -> None:
+    assert choose_transport("auto", placement) == transport
+    assert choose_transport(transport, placement) == transport
 
 
 def test_ipc_needs_a_policy_rank_on_every_gpu_of_an_engine() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rltrain.controller.cluster import colocation as turns
-from rltrain.controller.cluster.colocation import Turns
+from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.tracking.timers import StepTimer
 
@@ -32,7 +32,9 @@ class Memory:
             self.there -= named
         self.check()
 
-    def ask(self, engines: Sequence[Any], method: str, timeout_s: float, argument: Any) -> None:
+    def call_all(
+        self, engines: Sequence[Any], method: str, timeout_s: float, argument: Any
+    ) -> None:
         assert engines == ["engine"] and timeout_s == 9
         if method == "sleep":
             assert {"weights", "kv_cache"} <= self.there
@@ -70,9 +72,9 @@ def test_learners_and_engines_are_never_there_at_once(
 ) -> None:
     names = ("policy", "critic") if has_critic else ("policy",)
     memory = Memory(learners(*names))
-    monkeypatch.setattr(turns, "ask", memory.ask)
+    monkeypatch.setattr(turns, "call_all", memory.call_all)
     policy, *critic = (Group(name, memory) for name in names)
-    taken = Turns(True, policy, critic[0] if critic else None, ["engine"], 9)
+    taken = Colocation(True, policy, critic[0] if critic else None, ["engine"], 9)
     engines = {"weights", "kv_cache"}
 
     timer = StepTimer()
@@ -103,7 +105,7 @@ def test_learners_and_engines_are_never_there_at_once(
 def test_nobody_waits_where_nothing_is_shared() -> None:
     memory = Memory()
     policy = Group("policy", memory)
-    taken = Turns(False, policy, None, [object()], 9)  # that no method can be called on
+    taken = Colocation(False, policy, None, [object()], 9)  # that no method can be called on
     timer = StepTimer()
     taken.to_training(timer, will_sync=True)
     with taken.weight_sync(timer):

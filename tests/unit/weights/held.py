@@ -1,17 +1,17 @@
-"""A sender whose slots a receiver reads for itself, as with the carrier "ipc", on a CPU."""
+"""A sender whose slots a receiver reads for itself, as with the transport "ipc", on a CPU."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rltrain.config.rollout import Carrier
+from rltrain.config.rollout import Transport
 from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
 from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
 
 
 class HeldSender:
-    carrier: Carrier = "ipc"
+    transport: Transport = "ipc"
 
     def __init__(self, bucket_bytes: int) -> None:
         self.slots = FlatSlots(torch.device("cpu"), bucket_bytes)

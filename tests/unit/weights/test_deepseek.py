@@ -11,7 +11,7 @@ from torch import nn
 from rltrain.weights.architecture.decoder import MLA, Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.mapping.assembly import assemble, disassemble
-from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.grid import Axis, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
 from rltrain.weights.mapping.parameters import HfTensor
 
@@ -71,7 +71,7 @@ def test_cut_over_any_ranks_and_put_together_again(arch: Architecture, tp: int, 
 
     back = {}
     for parameter in parameters(arch):
-        size = parameter.axis(Placement(tp=Axis(0, tp), etp=Axis(0, etp))).size
+        size = parameter.axis(GridPosition(tp=Axis(0, tp), etp=Axis(0, etp))).size
         shards = [assemble(parameter, read, arch, Axis(rank, size)) for rank in range(size)]
         back |= dict(disassemble(parameter, shards, arch))
     assert back.keys() == stored.keys()
@@ -152,7 +152,7 @@ def test_the_bias_is_a_buffer_and_megatrons_other_buffers_are_not_held():
     model = nn.Module()
     model.decoder = nn.Module()
     model.decoder.layers = nn.ModuleList([layer])
-    second_stage = Placement(pp=Axis(1, 2))
+    second_stage = GridPosition(pp=Axis(1, 2))
     held = local_parameters([model], ARCH, second_stage)
     assert held.keys() == names | {"decoder.layers.1.mlp.router.expert_bias"}
     assert held["decoder.layers.1.mlp.router.expert_bias"] is router.expert_bias

@@ -20,7 +20,7 @@ def entry(name: str, form: Form) -> TensorEntry:
 
 def bucket(index: int, names: list[str], *, last: bool = False) -> Bucket:
     tensors = [entry(name, EXPECTED[name]) for name in names]
-    return Bucket(carrier="broadcast", index=index, last=last, tensors=tensors, payload={})
+    return Bucket(transport="broadcast", index=index, last=last, tensors=tensors, payload={})
 
 
 def delivered(buckets: list[Bucket]) -> Delivery:

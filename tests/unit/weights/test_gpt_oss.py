@@ -19,7 +19,7 @@ from rltrain.weights.families import architecture_from_config, parameters
 from rltrain.weights.huggingface.load import open_checkpoint
 from rltrain.weights.huggingface.tensor_files import SINGLE
 from rltrain.weights.mapping.assembly import assemble, disassemble
-from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.grid import Axis, GridPosition
 from rltrain.weights.mapping.parameters import HfTensor
 
 # openai/gpt-oss-20b as published.
@@ -190,7 +190,7 @@ def test_read_in_slices_and_put_together_again(tmp_path: Path, size: int):
     checkpoint = open_checkpoint(tmp_path, arch)
     back = {name: torch.full_like(tensor, -1) for name, tensor in whole.items()}
     for parameter in parameters(arch):
-        cuts = parameter.axis(Placement(tp=Axis(0, size), etp=Axis(0, size))).size
+        cuts = parameter.axis(GridPosition(tp=Axis(0, size), etp=Axis(0, size))).size
         shards = [assemble(parameter, checkpoint.read, arch, Axis(r, cuts)) for r in range(cuts)]
         for tensor, (_, values) in zip(
             parameter.tensors, disassemble(parameter, shards, arch), strict=True

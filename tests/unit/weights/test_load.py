@@ -16,7 +16,7 @@ from rltrain.weights.huggingface.load import open_checkpoint, read_tensors
 from rltrain.weights.huggingface.quantized import quantize, scale_shape
 from rltrain.weights.huggingface.tensor_files import INDEX, SINGLE
 from rltrain.weights.mapping.assembly import assemble
-from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.grid import Axis, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
 
 ARCH = Architecture(
@@ -227,15 +227,15 @@ def model_with(names: list[str], first_layer: int = 0) -> nn.Module:
 
 def test_model_and_map_name_the_same_parameters():
     names = [p.name for p in parameters(ARCH)]
-    held = local_parameters([model_with(names)], ARCH, Placement())
+    held = local_parameters([model_with(names)], ARCH, GridPosition())
     assert held.keys() == set(names)
     lost = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
     with pytest.raises(ValueError, match=f"no parameter for qwen3_moe's {lost}"):
-        local_parameters([model_with([n for n in names if n != lost])], ARCH, Placement())
+        local_parameters([model_with([n for n in names if n != lost])], ARCH, GridPosition())
     with pytest.raises(ValueError, match=r"no weights for the model's decoder\.layers\.0\.bias"):
-        local_parameters([model_with([*names, "decoder.layers.0.bias"])], ARCH, Placement())
+        local_parameters([model_with([*names, "decoder.layers.0.bias"])], ARCH, GridPosition())
     with pytest.raises(ValueError, match="4 experts cannot be shared out over ep=3"):
-        local_parameters([model_with(names)], ARCH, Placement(ep=Axis(0, 3)))
+        local_parameters([model_with(names)], ARCH, GridPosition(ep=Axis(0, 3)))
 
 
 def test_a_pipeline_stage_and_an_expert_rank_hold_what_their_numbers_say():
@@ -243,5 +243,5 @@ def test_a_pipeline_stage_and_an_expert_rank_hold_what_their_numbers_say():
     expected = [n for n in every if n.startswith("decoder.layers.1.") and n[-1] not in "01"]
     local = [n.replace("layers.1", "layers.0").replace("weight2", "weight0") for n in expected]
     stage = model_with([n.replace("weight3", "weight1") for n in local], first_layer=1)
-    placement = Placement(pp=Axis(1, 2), ep=Axis(1, 2))
+    placement = GridPosition(pp=Axis(1, 2), ep=Axis(1, 2))
     assert local_parameters([stage], ARCH, placement).keys() == set(expected)

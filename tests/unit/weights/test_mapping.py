@@ -8,7 +8,7 @@ from torch import Tensor
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import parameters
 from rltrain.weights.mapping.assembly import assemble, disassemble
-from rltrain.weights.mapping.grid import Axis, Placement
+from rltrain.weights.mapping.grid import Axis, GridPosition
 from rltrain.weights.mapping.parameters import HfTensor, Parameter
 
 SIZES = st.sampled_from([1, 2, 4])
@@ -68,7 +68,7 @@ def test_cut_over_any_ranks_and_put_together_again(arch: Architecture, tp: int, 
     checkpoint = numbered(arch)
     back = {}
     for parameter in parameters(arch):
-        size = parameter.axis(Placement(tp=Axis(0, tp), etp=Axis(0, etp))).size
+        size = parameter.axis(GridPosition(tp=Axis(0, tp), etp=Axis(0, etp))).size
         shards = [assemble(parameter, reader(checkpoint), arch, Axis(r, size)) for r in range(size)]
         assert len({s.shape for s in shards}) == 1
         back |= dict(disassemble(parameter, shards, arch))

@@ -1,6 +1,6 @@
 """Tensors from one process to another: exact, bounded and checked.
 
-The carrier "ipc" needs a GPU; what it shares with "broadcast" is tested here.
+The transport "ipc" needs a GPU; what it shares with "broadcast" is tested here.
 """
 
 import json
@@ -128,7 +128,7 @@ def test_a_changed_byte_is_found() -> None:
     entries, nbytes = slots.fill(0, iter(tensors.items()))
     buffer = slots.buffers[0][:nbytes]
     bucket = Bucket(
-        carrier="broadcast",
+        transport="broadcast",
         index=3,
         last=True,
         tensors=entries,
@@ -143,7 +143,7 @@ def test_a_changed_byte_is_found() -> None:
 def test_senders_that_disagree_are_refused() -> None:
     def bucket(gpu: str, of: int) -> Bucket:
         payload: dict[str, Any] = {"checksum": of, "handles": {gpu: [gpu]}}
-        return Bucket(carrier="ipc", index=2, last=False, tensors=[], payload=payload)
+        return Bucket(transport="ipc", index=2, last=False, tensors=[], payload=payload)
 
     assert merged([bucket("a", 5), bucket("b", 5)])["payload"]["handles"] == {
         "a": ["a"],
