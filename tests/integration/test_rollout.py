@@ -104,10 +104,28 @@ class StaggeredEngine(RolloutEngine):
 class UnequalEngine(RolloutEngine):
     """Responses to prompts with the id ``slow`` end after SLOW tokens, others after 3."""
 
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._pending: list[Any] = []
+        self._finished_slow = 0
+
     async def _add(self, name: str, request: Request, params: Any) -> Any:
         params.max_tokens = SLOW if request.prompt_id == "slow" else 3
         params.ignore_eos, params.stop_token_ids = True, []
-        return await super()._add(name, request, params)
+        if request.prompt_id == "slow":  # an abort overtakes some of them
+            await asyncio.sleep(0.005)
+        self._pending.append(await super()._add(name, request, params))
+        return self
+
+    async def get(self) -> Any:
+        """The next output, in the order of the requests, as vLLM's collector of it."""
+        output = await self._pending.pop(0).get()
+        self._finished_slow += len(output.outputs[0].token_ids) == SLOW
+        return output
+
+    def finished_slow(self) -> int:
+        """How many responses were not cut short."""
+        return self._finished_slow
 
     async def in_vllm(self) -> int:
         """How many requests its process has, in a moment when it has had time for all messages."""
@@ -335,6 +353,7 @@ def test_over_sampling_keeps_what_finishes_first_and_aborts_the_rest(cluster: Cl
         given = {"generate": (slow, sampling, first), "abort": ([first],)}
         calls = [getattr(cluster.unequal, m).remote(*given[m]) for m in (first, second)]
         assert ray.get(calls) == [None, None]
+    assert ray.get(cluster.unequal.finished_slow.remote()) == 0
     later = [Request((2, 3), i, "quick", i) for i in range(2)]
     assert len(ray.get(cluster.unequal.generate.remote(later, sampling))) == 2
 
