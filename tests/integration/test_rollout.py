@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,19 @@ def prompts(count: int, seed: int = 0) -> list[Prompt]:
     ]
 
 
+@dataclass
+class Watched:
+    """What a request's outputs are awaited from, with a look at each."""
+
+    collector: Any
+    look: Callable[[Any], None]
+
+    async def get(self) -> Any:
+        output = await self.collector.get()
+        self.look(output)
+        return output
+
+
 class StaggeredEngine(RolloutEngine):
     """Requests reach vLLM at uneven intervals, as they would on a busy machine."""
 
@@ -83,13 +96,10 @@ class StaggeredEngine(RolloutEngine):
         self._pending.append(await super()._add(name, request, params))
         await asyncio.sleep(random.choice([0, 0, 0.02]))
         self._finished_early += any(output.output is not None for output in self._pending)
-        return self
+        return Watched(self._pending[-1], self._look)
 
-    async def get(self) -> Any:
-        """The next output, in the order of the requests, as vLLM's collector of it."""
-        output = await self._pending.pop(0).get()
+    def _look(self, output: Any) -> None:
         self._cached_tokens += output.num_cached_tokens
-        return output
 
     def num_cached_tokens(self) -> int:
         """Prompt tokens read from the prefix cache since the last call."""
@@ -106,7 +116,6 @@ class UnequalEngine(RolloutEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        self._pending: list[Any] = []
         self._finished_slow = 0
 
     async def _add(self, name: str, request: Request, params: Any) -> Any:
@@ -114,14 +123,10 @@ class UnequalEngine(RolloutEngine):
         params.ignore_eos, params.stop_token_ids = True, []
         if request.prompt_id == "slow":  # an abort overtakes some of them
             await asyncio.sleep(0.005)
-        self._pending.append(await super()._add(name, request, params))
-        return self
+        return Watched(await super()._add(name, request, params), self._look)
 
-    async def get(self) -> Any:
-        """The next output, in the order of the requests, as vLLM's collector of it."""
-        output = await self._pending.pop(0).get()
+    def _look(self, output: Any) -> None:
         self._finished_slow += len(output.outputs[0].token_ids) == SLOW
-        return output
 
     def finished_slow(self) -> int:
         """How many responses were not cut short."""
