@@ -149,11 +149,11 @@ def _files() -> Iterator[Path]:
 
 def start_worker(config: Config, folder: Path, model: Path, device: str) -> "PolicyWorker":
     """A policy worker in this process, of a world of one rank."""
-    from rltrain.patches.megatron import apply_cpu, apply_fixes
+    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
 
     if device == "cpu":
-        apply_cpu()
-    apply_fixes()
+        patch_megatron_for_cpu()
+    patch_megatron()
     torch.manual_seed(0)
     from rltrain.policy.ranks import rendezvous
     from rltrain.policy.worker import PolicyWorker

@@ -37,11 +37,11 @@ STEP_EVERY = 10
 
 
 def start(args: argparse.Namespace, folder: Path) -> "PolicyWorker":
-    from rltrain.patches.megatron import apply_cpu, apply_fixes
+    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
 
     if args.device == "cpu":
-        apply_cpu()
-    apply_fixes()
+        patch_megatron_for_cpu()
+    patch_megatron()
     from rltrain.policy.ranks import rendezvous
     from rltrain.policy.worker import PolicyWorker
 

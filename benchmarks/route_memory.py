@@ -155,11 +155,11 @@ class Rank:
     """What one policy rank does with routes, from `begin_step` to the targets of its routers."""
 
     def __init__(self, size: Size, stage: int) -> None:
-        from rltrain.patches.megatron import apply_cpu
+        from rltrain.patches.megatron import patch_megatron_for_cpu
 
         torch.set_num_threads(1)
         if not torch.cuda.is_available():
-            apply_cpu()
+            patch_megatron_for_cpu()
         import rltrain.policy.passes.micro_batch  # noqa: F401  so that it is in no measurement
 
         self._size = size

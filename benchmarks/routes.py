@@ -34,7 +34,7 @@ from rltrain.batch import Batch, RouteRef
 from rltrain.data.packing import plan_step
 from rltrain.parallel.layer_map import route_blocks, route_layers
 from rltrain.parallel.token_layout import TokenGrid
-from rltrain.patches.megatron import apply_cpu
+from rltrain.patches.megatron import patch_megatron_for_cpu
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.launch import RouteCapture
 from rltrain.rollout.route_store import RouteStore, store_routes
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
     out, rounds = options.pop("out"), options.pop("rounds")
     size = Size(**options, dp=1, samples_per_call=GROUP)
     if not torch.cuda.is_available():
-        apply_cpu()
+        patch_megatron_for_cpu()
     store_bytes = int(3 * size.route_bytes(size.samples, size.layers)) + (200 << 20)
     ray.init(
         address="local",

@@ -303,11 +303,11 @@ def timed(run: Callable[[], None]) -> float:
 
 
 def build(args: argparse.Namespace, folder: Path) -> tuple["PolicyWorker", Any]:
-    from rltrain.patches.megatron import apply_cpu, apply_fixes
+    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
 
     if args.device == "cpu":
-        apply_cpu()
-    apply_fixes()
+        patch_megatron_for_cpu()
+    patch_megatron()
     from benchmarks.bare_megatron import BareMegatron
     from rltrain.policy.actor import num_threads
     from rltrain.policy.ranks import rendezvous

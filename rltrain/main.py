@@ -118,9 +118,9 @@ def fail(what: str, error: Exception, status: int) -> int:
 def keep_traceback(folder: Path | None = None) -> Path:
     """Write the traceback of the error at hand; to a new temporary file where no folder is given,
     or it cannot be written."""
-    from rltrain.actors.last_error import without_ray
+    from rltrain.actors.last_error import strip_ray_frames
 
-    text = redacted_text(without_ray(traceback.format_exc()), os.environ)
+    text = redacted_text(strip_ray_frames(traceback.format_exc()), os.environ)
     if folder is not None:
         with suppress(OSError):  # the disk may be full, and that is the error to show
             (folder / "error.log").write_text(text, encoding="utf-8")

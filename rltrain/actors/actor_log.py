@@ -20,7 +20,7 @@ FOLDER = "RLTRAIN_LOG_FOLDER"
 _MARK = re.compile(r"^=== process (\d+) starts, .* ===\n", re.MULTILINE)
 
 
-def take_output() -> None:
+def redirect_output() -> None:
     """Have this process write into its file, if it has one, below what earlier ones wrote there."""
     name = os.environ.get(LOG)
     if not name or not Path(name).parent.is_dir():
@@ -42,12 +42,12 @@ def find_log(pid: int) -> Path | None:
     """The file of the actor with the process id ``pid``; None where it has none here."""
     folder = os.environ.get(FOLDER)
     for file in sorted(Path(folder).glob("*.log")) if folder else ():
-        if of_process(file.read_text(errors="replace"), pid):
+        if log_of_process(file.read_text(errors="replace"), pid):
             return file
     return None
 
 
-def of_process(text: str, pid: int) -> str:
+def log_of_process(text: str, pid: int) -> str:
     """The part of a log that process ``pid`` and its children wrote; "" if it wrote none."""
     _, *parts = _MARK.split(text)
     written = dict(zip(parts[::2], parts[1::2], strict=True))

@@ -18,9 +18,9 @@ from ray.exceptions import (
     UnserializableException,
 )
 
-from rltrain.actors.actor_log import FOLDER, LOG, find_log, of_process
-from rltrain.actors.host_memory import killed, memory_now, oom_kills
-from rltrain.actors.last_error import last_error, last_line, without_ray
+from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process
+from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
+from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
 from rltrain.config.redact import plain
 
 POLL_S = 5.0
@@ -60,7 +60,7 @@ class ChildDied(RuntimeError):
     """Raised within an actor: a process that it had started died. The text is for the user."""
 
 
-class Call(NamedTuple):
+class AwaitedCall(NamedTuple):
     """What is waited for."""
 
     role: str
@@ -72,7 +72,7 @@ class Call(NamedTuple):
         return f"{self.role}.{self.method}"
 
 
-def get_all(refs: Sequence[Any], call: Call, timeout_s: float) -> list[Any]:
+def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[Any]:
     """What actors answered, in the order of ``refs``.
 
     The first failure ends the wait, since the others may wait for the failed one for ever; so does
@@ -90,16 +90,16 @@ def get_all(refs: Sequence[Any], call: Call, timeout_s: float) -> list[Any]:
             try:
                 found[ref] = ray.get(ref)
             except RayError as error:
-                raise failure(error, call, others=waiting) from error
+                raise call_failure(error, call, others=waiting) from error
         if not done:
-            if dead := deaths(began):
+            if dead := describe_deaths(began):
                 raise ActorFailed("died", str(call), dead[0])
             if left <= 0:
-                raise silent(call, len(waiting), len(refs), timeout_s)
+                raise timeout_failure(call, len(waiting), len(refs), timeout_s)
     return [found[ref] for ref in refs]
 
 
-def failure(error: RayError, call: Call, others: Sequence[Any] = ()) -> ActorFailed:
+def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ()) -> ActorFailed:
     """What a call's error means.
 
     Args:
@@ -120,7 +120,7 @@ def failure(error: RayError, call: Call, others: Sequence[Any] = ()) -> ActorFai
         return ActorFailed("raised", str(call), _raised(call.role, error))
     if isinstance(error, UnserializableException):  # of a class that is unknown here, say
         own = last_error(str(error))
-        return ActorFailed("raised", str(call), own.text if own else without_ray(str(error)))
+        return ActorFailed("raised", str(call), own.text if own else strip_ray_frames(str(error)))
     if isinstance(error, RayActorError):
         return ActorFailed("died", str(call), _death(call.role, error))
     return ActorFailed("died", str(call), f"{type(error).__name__}: {plain(str(error))}")
@@ -157,10 +157,10 @@ def _death(role: str, error: RayActorError) -> str:
         own = last_error(f"Traceback (most recent call last):\n{said}")
         return f"an actor could not be created: {own.text if own else said}"
     pid = re.search(r"^\tpid: (\d+)$", said, re.MULTILINE)
-    return died(role, int(pid[1]) if pid else 0, said)
+    return describe_death(role, int(pid[1]) if pid else 0, said)
 
 
-def silent(call: Call, missing: int, asked: int, timeout_s: float) -> ActorFailed:
+def timeout_failure(call: AwaitedCall, missing: int, asked: int, timeout_s: float) -> ActorFailed:
     """What a wait that reached its limit means.
 
     Args:
@@ -182,7 +182,7 @@ def _said_by(role: str) -> str:
     return "".join(lines)
 
 
-def deaths(since: float) -> list[str]:
+def describe_deaths(since: float) -> list[str]:
     """What happened to every actor of this run that died by itself since then, in order.
 
     Args:
@@ -196,12 +196,12 @@ def deaths(since: float) -> list[str]:
     own = ActorDiedErrorContext.WORKER_DIED
     new = [(end, a, how) for end, a, how in found if end >= 1000 * since and how.reason == own]
     return [
-        died(actor["ActorClassName"], actor["Pid"], how.error_message)
+        describe_death(actor["ActorClassName"], actor["Pid"], how.error_message)
         for _, actor, how in sorted(new, key=lambda each: each[0])
     ]
 
 
-def died(who: str, pid: int, said: str) -> str:
+def describe_death(who: str, pid: int, said: str) -> str:
     """What is known of the death of an actor.
 
     Args:
@@ -209,20 +209,22 @@ def died(who: str, pid: int, said: str) -> str:
         said: Ray's words about it
     """
     log = find_log(pid)
-    written = of_process(log.read_text(errors="replace"), pid) if log is not None else ""
+    written = log_of_process(log.read_text(errors="replace"), pid) if log is not None else ""
     code = re.search(r"exit code -?\d+", said)
     ended = "SIGTERM" if "receives a SIGTERM" in said else code[0] if code else ""
-    name = named(log.stem) if log is not None else f"an actor of {who}"
-    return f"{name} (process {pid}) died. {its_error(written, ended)} Full log: {log or _logs()}"
+    name = actor_name(log.stem) if log is not None else f"an actor of {who}"
+    return (
+        f"{name} (process {pid}) died. {describe_error(written, ended)} Full log: {log or _logs()}"
+    )
 
 
-def named(stem: str) -> str:
+def actor_name(stem: str) -> str:
     """``engine-0``, the name of a log, in words."""
     role, _, rank = stem.rpartition("-")
     return {"engine": "rollout engine"}.get(role, f"{role} worker") + f" {rank}"
 
 
-def child_died(what: str, codes: Mapping[str, int | None]) -> ChildDied:
+def child_failure(what: str, codes: Mapping[str, int | None]) -> ChildDied:
     """Within an actor: the failure of processes that it had started.
 
     Args:
@@ -230,13 +232,15 @@ def child_died(what: str, codes: Mapping[str, int | None]) -> ChildDied:
         codes: their exit codes by name; a negative one is a signal
     """
     file = Path(os.environ.get(LOG, ""))
-    written = of_process(file.read_text(errors="replace"), os.getpid()) if file.is_file() else ""
+    written = (
+        log_of_process(file.read_text(errors="replace"), os.getpid()) if file.is_file() else ""
+    )
     ended = [Signals(-n).name if n < 0 else f"exit code {n}" for n in codes.values() if n]
     log = f" Full log: {file}" if file.is_file() else ""
-    return ChildDied(f"{what}. {its_error(written, ended[0] if ended else '')}{log}")
+    return ChildDied(f"{what}. {describe_error(written, ended[0] if ended else '')}{log}")
 
 
-def its_error(written: str, ended: str) -> str:
+def describe_error(written: str, ended: str) -> str:
     """Sentences about the error of a process that died.
 
     Args:
@@ -250,7 +254,7 @@ def its_error(written: str, ended: str) -> str:
     said = f' The last line of its log: "{line}".' if line else ""
     if ended in ("SIGKILL", ""):
         how = "It was killed (SIGKILL)" if ended else "It was killed, or ended at once,"
-        memory = killed(oom_kills() - _KILLS_BEFORE, memory_now())
+        memory = describe_kill(oom_kills() - _KILLS_BEFORE, describe_memory())
         return f"{how} and left no error. {memory}.{said}"
     return f"It ended with {ended} and left no error.{said}"
 

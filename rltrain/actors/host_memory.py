@@ -22,7 +22,7 @@ def oom_kills(root: Path = Path("/")) -> int:
     return max((int(count[1]) for count in counts if count), default=0)
 
 
-def memory_now(root: Path = Path("/")) -> str:
+def describe_memory(root: Path = Path("/")) -> str:
     """``12.3 of 24.0 GiB of memory are in use``: of the container, where it has a limit."""
     used, limit = _memory(root)
     return f"{used / GIB:.1f} of {limit / GIB:.1f} GiB of memory are in use"
@@ -43,12 +43,12 @@ def _memory(root: Path) -> tuple[int, int]:
     return machine.total - machine.available, machine.total
 
 
-def killed(kills: int, now: str) -> str:
+def describe_kill(kills: int, now: str) -> str:
     """What is known of a process that was killed and left no error.
 
     Args:
         kills: processes that the kernel has killed for lack of memory meanwhile
-        now: see `memory_now`
+        now: see `describe_memory`
     """
     if kills:
         return (

@@ -94,7 +94,7 @@ def last_line(log: str) -> str:
     return said[-1] if said else ""
 
 
-def without_ray(trace: str) -> str:
+def strip_ray_frames(trace: str) -> str:
     """A traceback without terminal codes and without the frames of Ray's own files."""
     kept: list[str] = []
     skipping = False

@@ -101,7 +101,7 @@ def context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
     return torch.cat([chunks[grid.cp_rank], chunks[-1 - grid.cp_rank]])
 
 
-def take(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
+def gather_rows(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
     """Gather ``[N, ...]`` to ``[S, ...]``, with ``pad`` in padding slots."""
     # PAD is -1, which indexes the row that is added: a few calls of torch, in every micro-batch.
     return torch.cat((values, values.new_full((1, *values.shape[1:]), pad)))[index]

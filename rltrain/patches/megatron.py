@@ -1,7 +1,7 @@
-"""Megatron-core: what lets it run on a CPU, and what it gets wrong without a word.
+"""Patches of Megatron-core: silent errors of it, and what it needs to run on a CPU.
 
-``apply_cpu`` is for CPU worker processes only and comes before any model is built. ``apply_fixes``
-is for every worker process, CPU or GPU.
+Every worker process calls ``patch_megatron``, on CPU or GPU. A CPU worker process calls
+``patch_megatron_for_cpu`` in addition, before it builds a model.
 """
 
 from collections.abc import Callable
@@ -350,7 +350,7 @@ TORCH_ADAM_PATCHES = (
 )
 
 
-def apply_fixes() -> None:
+def patch_megatron() -> None:
     """Corrections every worker process needs."""
     from megatron.core.transformer.moe import moe_utils
 
@@ -361,15 +361,15 @@ def apply_fixes() -> None:
         apply(patch)
 
 
-def apply_cpu() -> None:
+def patch_megatron_for_cpu() -> None:
     """Let Megatron-core run in this process without CUDA. For CPU worker processes only."""
     if torch.cuda.is_available():
         raise RuntimeError(
-            "apply_cpu() in a process that sees a GPU would hide it from everything else there: "
-            "set CUDA_VISIBLE_DEVICES='' for CPU workers"
+            "patch_megatron_for_cpu() in a process that sees a GPU would hide the GPU from all "
+            "other code of the process: set CUDA_VISIBLE_DEVICES='' for CPU workers"
         )
     for patch in CPU_PATCHES:
         apply(patch)
     # Megatron decorates small functions with torch.compile, which costs more than it saves here.
     torch.compiler.set_stance("force_eager")
-    apply_fixes()
+    patch_megatron()

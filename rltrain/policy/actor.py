@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any, Literal
 
-from rltrain.actors.actor_log import take_output
+from rltrain.actors.actor_log import redirect_output
 from rltrain.config import Config
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class ModelActor:
         model_path: str,
         device: str,
     ) -> None:
-        take_output()
+        redirect_output()
         self._role = role
         self._arguments = config, rank, init_method, model_path, device
 
@@ -39,13 +39,13 @@ class ModelActor:
         logger.info("importing torch and Megatron")
         import torch
 
-        from rltrain.patches.megatron import apply_cpu, apply_fixes
+        from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
 
         config, rank, init_method, model_path, device = self._arguments
         torch.set_num_threads(num_threads(config, device))
         if device == "cpu":
-            apply_cpu()
-        apply_fixes()
+            patch_megatron_for_cpu()
+        patch_megatron()
         torch.manual_seed(config.trainer.seed)
         from rltrain.policy.critic import CriticWorker
         from rltrain.policy.worker import PolicyWorker

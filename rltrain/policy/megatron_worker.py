@@ -17,7 +17,14 @@ from rltrain.config.optimizer import OptimizerConfig
 from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.megatron_model import build_model
 from rltrain.policy.megatron.mesh import init_mesh
-from rltrain.policy.offload import Offloader, Part, Parts, gradients, state, weights
+from rltrain.policy.offload import (
+    ModelPart,
+    Offloader,
+    PartTensors,
+    gradient_buffers,
+    optimizer_state,
+    parameters_and_buffers,
+)
 from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes.micro_batch import MicroBatch, cut
 from rltrain.policy.passes.passes import ModelOnMesh, Objective, Recorder, accumulate
@@ -103,18 +110,18 @@ class MegatronWorker:
         """Made at the first use, when a subclass has all its parts."""
         return Offloader(self.device, self._parts())
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> PartTensors:
         return {
-            "parameters": lambda: weights(self.chunks),
-            "gradients": lambda: gradients(self.chunks),
-            "optimizer": lambda: state(self.optimizer),
+            "parameters": lambda: parameters_and_buffers(self.chunks),
+            "gradients": lambda: gradient_buffers(self.chunks),
+            "optimizer": lambda: optimizer_state(self.optimizer),
         }
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[ModelPart]) -> None:
         """Leave the device memory of ``parts`` to others; see `Offloader`."""
         self.offloader.offload(parts)
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[ModelPart]) -> None:
         """Take the device memory of ``parts`` back; see `Offloader`."""
         self.offloader.onload(parts)
 
@@ -164,11 +171,11 @@ class MegatronWorker:
 
     def save(self, folder: str) -> None:
         """Write parameters and optimizer state. Collective; all ranks share the folder's disk."""
-        checkpoint.save(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+        checkpoint.save_model(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Collective."""
-        checkpoint.load(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+        checkpoint.load_model(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
 
 
 def _stacked(sums: Sequence[dict[str, Tensor]], name: str) -> Tensor:

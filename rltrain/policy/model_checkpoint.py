@@ -20,7 +20,7 @@ from rltrain.policy.optimizer import LearningRate
 _HEAD = "output_layer.weight"
 
 
-def save(
+def save_model(
     folder: str,
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
@@ -33,14 +33,14 @@ def save(
     dist_checkpointing.save(state, folder, content_metadata=content_metadata(mesh))
 
 
-def load(
+def load_model(
     folder: str,
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     learning_rate: LearningRate,
     mesh: Mesh,
 ) -> None:
-    """Read what `save` wrote, in this layout or another. Collective."""
+    """Read what `save_model` wrote, in this layout or another. Collective."""
     state = dist_checkpointing.load(
         _sharded_state(chunks, optimizer, mesh, is_loading=True), folder
     )
@@ -59,7 +59,7 @@ def save_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
 
 
 def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
-    """Read the parameters alone, of what `save`, `save_weights` or ``rltrain import`` wrote.
+    """Read the parameters alone, of what `save_model`, `save_weights` or ``rltrain import`` wrote.
     Collective.
 
     Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What

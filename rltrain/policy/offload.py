@@ -14,9 +14,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-Part = Literal["parameters", "gradients", "optimizer", "reference"]
-PARTS: tuple[Part, ...] = get_args(Part)
-Parts = Mapping[Part, Callable[[], Iterable[Tensor]]]
+ModelPart = Literal["parameters", "gradients", "optimizer", "reference"]
+PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
+PartTensors = Mapping[ModelPart, Callable[[], Iterable[Tensor]]]
 """Of each part that a model has, all its tensors at the time of the call: an optimizer may make its
 state at the first step."""
 
@@ -43,13 +43,13 @@ class Offloader:
     the copy.
     """
 
-    def __init__(self, device: torch.device, tensors: Parts) -> None:
+    def __init__(self, device: torch.device, tensors: PartTensors) -> None:
         self._device = device
         self._tensors = tensors
-        self._away: dict[Part, list[_Block]] = {}
-        self._host: dict[Part, Tensor] = {}
+        self._away: dict[ModelPart, list[_Block]] = {}
+        self._host: dict[ModelPart, Tensor] = {}
 
-    def offload(self, parts: Sequence[Part]) -> None:
+    def offload(self, parts: Sequence[ModelPart]) -> None:
         """Free the device memory of ``parts``; those that are away or unknown stay as they are."""
         for part in self._known(parts):
             if part not in self._away:
@@ -57,7 +57,7 @@ class Offloader:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def onload(self, parts: Sequence[Part]) -> None:
+    def onload(self, parts: Sequence[ModelPart]) -> None:
         """Bring ``parts`` back; those that are here or unknown stay as they are."""
         for part in self._known(parts):
             for block in self._away.pop(part, []):
@@ -68,12 +68,12 @@ class Offloader:
                     _bytes_of(block.storage).copy_(self._waiting(part, block), non_blocking=True)
         self._synchronize()
 
-    def _known(self, parts: Sequence[Part]) -> list[Part]:
+    def _known(self, parts: Sequence[ModelPart]) -> list[ModelPart]:
         if strange := sorted(set(parts) - set(PARTS)):
             raise ValueError(f"expected parts of a model among {list(PARTS)}, found {strange}")
         return [part for part in PARTS if part in parts and part in self._tensors]
 
-    def _empty(self, part: Part) -> list[_Block]:
+    def _empty(self, part: ModelPart) -> list[_Block]:
         blocks, used = [], 0
         for storage in self._storages(part):
             blocks.append(_Block(storage, storage.nbytes(), used))
@@ -87,7 +87,7 @@ class Offloader:
             block.storage.resize_(0)
         return blocks
 
-    def _storages(self, part: Part) -> list[UntypedStorage]:
+    def _storages(self, part: ModelPart) -> list[UntypedStorage]:
         """Of the part alone, on the device, each once."""
         # A storage keeps its address when it is emptied; that of its bytes it does not.
         before = {
@@ -102,10 +102,10 @@ class Offloader:
             if address not in before and storage.nbytes() and storage.device == self._device
         ]
 
-    def _waiting(self, part: Part, block: _Block) -> Tensor:
+    def _waiting(self, part: ModelPart, block: _Block) -> Tensor:
         return self._host[part][block.offset : block.offset + block.nbytes]
 
-    def _reserve(self, part: Part, nbytes: int) -> None:
+    def _reserve(self, part: ModelPart, nbytes: int) -> None:
         """Host memory for what the part holds now."""
         held = self._host.pop(part, None)
         if held is not None and held.numel() != nbytes:
@@ -121,7 +121,7 @@ class Offloader:
             torch.cuda.synchronize(self._device)
 
 
-def weights(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+def parameters_and_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
     """Parameters, frozen ones too, and buffers."""
     for chunk in chunks:
         # DDP has its gradient buffers under the name of torch's ``buffers``.
@@ -130,14 +130,14 @@ def weights(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
         yield from module.buffers()
 
 
-def gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
     for chunk in chunks:
         assert isinstance(chunk, DistributedDataParallel)
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
 
 
-def state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """What the optimizer updates, in fp32, and Adam's two moments of it."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:  # nothing of its kind is trained on this rank

@@ -97,15 +97,15 @@ def _run(
 ) -> None:
     import torch
 
-    from rltrain.patches.megatron import apply_cpu, apply_fixes
+    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
 
     # Of third parties, about themselves; they would tear up what the parent prints.
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
     try:
         if device == "cpu":
             torch.set_num_threads(1)
-            apply_cpu()
-        apply_fixes()
+            patch_megatron_for_cpu()
+        patch_megatron()
         fn(rank, folder, *args)
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")

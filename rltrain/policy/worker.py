@@ -21,7 +21,7 @@ from rltrain.config.rollout import Transport
 from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.guards import native_losses
 from rltrain.policy.megatron_worker import MegatronWorker
-from rltrain.policy.offload import Parts, weights
+from rltrain.policy.offload import PartTensors, parameters_and_buffers
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.policy.passes.micro_batch import MicroBatch, to_device
 from rltrain.policy.passes.native_agreement import agree
@@ -66,11 +66,11 @@ class PolicyWorker(MegatronWorker):
         self._deficits: Tensor | None = None  # of the rollout's routes, where last compared
         self._sent_routes: tuple[Tensor, Tensor] | None = None  # and their copy on the device
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> PartTensors:
         reference = self.reference
         if reference is None:
             return super()._parts()
-        return {**super()._parts(), "reference": lambda: weights(reference.chunks)}
+        return {**super()._parts(), "reference": lambda: parameters_and_buffers(reference.chunks)}
 
     def _on_mesh(self, chunks: Sequence[torch.nn.Module]) -> ModelOnMesh:
         temperature = self.config.rollout.temperature  # 1 in supervised runs

@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from rltrain.actors.failures import Call as Wait
-from rltrain.actors.failures import get_all, silent
+from rltrain.actors.failures import AwaitedCall as Wait
+from rltrain.actors.failures import get_all, timeout_failure
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 
 QUEUED = 2
@@ -81,7 +81,7 @@ class Dispatcher:
                 if not ready:
                     for engine in {one.engine for one in running.values()}:
                         if time.monotonic() - heard[engine] > self._timeout_s:
-                            raise silent(_wait(engine, step), 1, 1, self._timeout_s)
+                            raise timeout_failure(_wait(engine, step), 1, 1, self._timeout_s)
                     yield None
         finally:
             self._abort(running)

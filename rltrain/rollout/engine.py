@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from rltrain.actors.actor_log import take_output
-from rltrain.actors.failures import child_died
+from rltrain.actors.actor_log import redirect_output
+from rltrain.actors.failures import child_failure
 from rltrain.batch import RouteRef
 from rltrain.rollout.completion import (
     check_length,
@@ -65,7 +65,7 @@ class RolloutEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        take_output()
+        redirect_output()
         self._spec = spec
         self._weight_version = 0
         self._syncing = False
@@ -107,7 +107,7 @@ class RolloutEngine:
         except RuntimeError as error:
             if (codes := failed_processes(str(error))) is None:
                 raise
-            raise child_died(f"{self._process} died while loading the model", codes) from error
+            raise child_failure(f"{self._process} died while loading the model", codes) from error
         return self.capabilities()
 
     def capabilities(self) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class RolloutEngine:
             return task.result()
         task.cancel()
         await asyncio.wait({task}, timeout=1.0)
-        raise child_died(f"{self._process} died", exit_codes(self._engine))
+        raise child_failure(f"{self._process} died", exit_codes(self._engine))
 
     def shutdown(self) -> None:
         """Stop the engine process; the actor is of no use afterwards."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rltrain.parallel.token_layout import PAD, take
+from rltrain.parallel.token_layout import PAD, gather_rows
 from rltrain.routing.agreement import spread_experts
 
 
@@ -21,11 +21,11 @@ def router_targets(
         The experts in the dtype of ``routes``, padding rows spread over all experts  # [S, L, K]
         True where a row must use them; False lets the row choose live  # [S]
     """
-    experts = take(routes, index, 0)
+    experts = gather_rows(routes, index, 0)
     padding = index == PAD
     spread = spread_experts(int(padding.sum()), experts.shape[2], num_experts)
     experts[padding] = spread.to(experts.dtype).unsqueeze(1).expand(-1, experts.shape[1], -1)
-    return experts, take(route_mask, index, False) | padding
+    return experts, gather_rows(route_mask, index, False) | padding
 
 
 def last_rows(seq_lens: Tensor) -> Tensor:

@@ -81,14 +81,14 @@ def run(rank: int, folder: Path) -> None:
         optimizer, rate = build_optimizer(chunks, OPTIMIZER, policy.precision, CPU)
         found = {}
         if name == "resharded":
-            checkpoint.load(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
+            checkpoint.load_model(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
         else:
             chunks[0].zero_grad_buffer()
             forward_backward(chunks, Layout(parallel), mesh)
             rate.step()
             found["gradient norm"] = torch.tensor(take_step(optimizer))
         if name == "two":
-            checkpoint.save(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
+            checkpoint.save_model(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
         found |= {n: x.clone() for n, x in full_tensors(chunks, ARCH, mesh, torch.float32)}
         if name == "one":
             save_file(in_bfloat16(chunks[0].module), folder / "bf16.safetensors")

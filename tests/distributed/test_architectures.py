@@ -453,13 +453,13 @@ def check_sinks_and_biases_change_ranks(rank: int, folder: Path) -> None:
         chunks = build(mesh, arch)
         optimizer, rate = build_optimizer(chunks, OPTIMIZER, PolicyConfig().precision, CPU)
         if parallel.world_size == 2:
-            checkpoint.save(str(path), chunks, optimizer, rate, mesh)
+            checkpoint.save_model(str(path), chunks, optimizer, rate, mesh)
         else:
             held = local_parameters(chunks, arch, GridPosition())
             saved = {name: x.clone() for name, x in held.items()}
             for x in held.values():
                 x.data.fill_(7.0)
-            checkpoint.load(str(path), chunks, optimizer, rate, mesh)
+            checkpoint.load_model(str(path), chunks, optimizer, rate, mesh)
             assert all(torch.equal(held[name], x) for name, x in saved.items())
         destroy_mesh()
 
@@ -480,11 +480,11 @@ def check_checkpoints_are_whole(folder: Path) -> None:
         optimizer, rate = build_optimizer(chunks, OPTIMIZER, PolicyConfig().precision, CPU)
         held = local_parameters(chunks, WITH_MTP, GridPosition())
         if step == "save":
-            checkpoint.save(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
+            checkpoint.save_model(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
             saved = {n: x.clone() for n, x in held.items()}
             continue
         for x in held.values():
             x.data.fill_(7.0)
-        checkpoint.load(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
+        checkpoint.load_model(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
         assert all(torch.equal(held[n], x) for n, x in saved.items())
     destroy_mesh()

@@ -130,7 +130,7 @@ def compare_and_save(rank: int, root: Path) -> None:
                     folder.mkdir(parents=True)
                 torch.distributed.barrier()
                 optimizer, rate = build_optimizer(found, OptimizerConfig(), policy.precision, CPU)
-                checkpoint.save(str(folder), found, optimizer, rate, mesh)
+                checkpoint.save_model(str(folder), found, optimizer, rate, mesh)
             destroy_mesh()
 
 

@@ -256,11 +256,11 @@ def check_torch_adam_survives_a_checkpoint(mesh: Any) -> None:
 
 
 def check_cpu_patches_are_applied_once(mesh: Any) -> None:
-    from rltrain.patches.megatron import CPU_PATCHES, apply_cpu
+    from rltrain.patches.megatron import CPU_PATCHES, patch_megatron_for_cpu
     from rltrain.patches.registry import is_applied
 
     before = torch.zeros
-    apply_cpu()
+    patch_megatron_for_cpu()
     assert torch.zeros is before
     assert all(is_applied(patch) for patch in CPU_PATCHES)
     assert torch.zeros(1, device="cuda").device == CPU

@@ -92,11 +92,11 @@ def no_sync_in(routers: dict[int, Any], seen: list[int]) -> Iterator[None]:
 
 
 def run(folder: Path) -> None:
-    from rltrain.patches.megatron import apply_fixes
+    from rltrain.patches.megatron import patch_megatron
     from rltrain.policy.ranks import rendezvous
     from rltrain.policy.worker import PolicyWorker
 
-    apply_fixes()
+    patch_megatron()
     random_model(folder / "model", SHAPE)
     for recompute in ("none", "full"):
         config = Config.model_validate(

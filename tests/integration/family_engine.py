@@ -104,7 +104,7 @@ def collect(outputs: list[Any], arch: Architecture) -> tuple[Routes, torch.Tenso
 
 
 if __name__ == "__main__":
-    vllm_patches.apply_cpu()
+    vllm_patches.patch_vllm_for_cpu()
     dtype, temperatures, *folders = sys.argv[1:]
     for folder in folders:
         run(Path(folder), dtype, temperatures.split(","))

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 import ray
 
-from rltrain.actors.actor_log import FOLDER, LOG, take_output
-from rltrain.actors.failures import ActorFailed, Call, get_all
+from rltrain.actors.actor_log import FOLDER, LOG, redirect_output
+from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all
 from rltrain.config import Config
 from rltrain.controller.cluster.ray_cluster import OVERRIDE_ON_ZERO, reserve
 from rltrain.planning.placement import place
@@ -43,7 +43,7 @@ class Actor:
 @ray.remote
 class Failing:
     def __init__(self, works: bool = True) -> None:
-        take_output()
+        redirect_output()
         if not works:
             raise KeyError("in its constructor")
 
@@ -128,7 +128,7 @@ def test_a_failing_actor_is_reported_with_its_own_error(
     began = time.monotonic()
     with pytest.raises(ActorFailed) as failed:
         refs = [actors[0].do.remote(what), actors[1].do.remote("wait")]
-        get_all(refs, Call("policy", "do"), timeout_s=40)
+        get_all(refs, AwaitedCall("policy", "do"), timeout_s=40)
     assert time.monotonic() - began < 35
     assert failed.value.kind == kind
     said = str(failed.value)
@@ -146,14 +146,18 @@ def test_another_actors_death_ends_a_wait_and_a_silent_one_is_named(
         Failing.options(runtime_env={"env_vars": {LOG: f"{tmp_path}/{name}-0.log"}}).remote()
         for name in ("policy", "engine")
     )
-    get_all([waiting.ready.remote(), dying.ready.remote()], Call("policy", "ready"), timeout_s=60)
+    get_all(
+        [waiting.ready.remote(), dying.ready.remote()], AwaitedCall("policy", "ready"), timeout_s=60
+    )
     with pytest.raises(ActorFailed, match="1 did not answer") as failed:
-        get_all([waiting.do.remote("wait")], Call("policy", "do"), timeout_s=1)
+        get_all([waiting.do.remote("wait")], AwaitedCall("policy", "do"), timeout_s=1)
     assert failed.value.kind == "silent"
     assert str(failed.value).endswith("policy-0.log: about to wait")
     dying.do.remote("SIGKILL", after_s=2)
     with pytest.raises(ActorFailed, match=r"policy\.do: rollout engine 0 .* was killed") as failed:
-        get_all([waiting.do.remote("wait")], Call("policy", "do"), timeout_s=30)
+        get_all([waiting.do.remote("wait")], AwaitedCall("policy", "do"), timeout_s=30)
     with pytest.raises(ActorFailed, match="could not be created: KeyError: 'in its constructor'"):
-        get_all([Failing.remote(False).do.remote("wait")], Call("policy", "do"), timeout_s=30)
+        get_all(
+            [Failing.remote(False).do.remote("wait")], AwaitedCall("policy", "do"), timeout_s=30
+        )
     ray.kill(waiting)

@@ -57,7 +57,7 @@ def own_rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_head_is_turned_as_mla_passes_them() -> None:
-    vllm_patches.apply_cpu()
+    vllm_patches.patch_vllm_for_cpu()
     with set_current_vllm_config(VllmConfig()):
         rotary = rotary_embedding.get_rope(
             64, 16, is_neox_style=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.actors import failures
-from rltrain.actors.failures import Call
+from rltrain.actors.failures import AwaitedCall
 from rltrain.config import Config
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.parallel.layer_map import Pipeline, route_blocks
@@ -65,7 +65,7 @@ def start_engines(
 
 
 def call_all(engines: Sequence[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:
-    """Call ``method`` on every engine at once; see `answers`."""
+    """AwaitedCall ``method`` on every engine at once; see `answers`."""
     return get_all([getattr(engine, method).remote(*args) for engine in engines], method, timeout_s)
 
 
@@ -76,7 +76,7 @@ def get_all(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
         ActorFailed: an engine raised, died, or is silent for longer than ``timeout_s``.
     """
     key = f"cluster.{'start' if what == 'start' else 'call'}_timeout_s"
-    return failures.get_all(refs, Call("rollout", what, key), timeout_s)
+    return failures.get_all(refs, AwaitedCall("rollout", what, key), timeout_s)
 
 
 def _capture(config: Config, arch: Architecture) -> RouteCapture | None:

@@ -10,7 +10,7 @@ import ray
 import torch
 from torch import Tensor
 
-from rltrain.actors.failures import Call, get_all
+from rltrain.actors.failures import AwaitedCall, get_all
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.cluster.ray_cluster import Cluster
@@ -48,7 +48,7 @@ class WorkerGroup:
         return {self.role: ("save", "load")}
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``method`` on every worker with the same arguments; results by rank."""
+        """AwaitedCall ``method`` on every worker with the same arguments; results by rank."""
         return self._gather(method, lambda _: (args, kwargs))
 
     def _gather(self, method: str, arguments: Callable[[int], Any]) -> list[Any]:
@@ -59,7 +59,7 @@ class WorkerGroup:
         return self._answers(method, refs)
 
     def _answers(self, method: str, refs: list[Any]) -> list[Any]:
-        return get_all(refs, Call(self.role, method), self._timeout)
+        return get_all(refs, AwaitedCall(self.role, method), self._timeout)
 
     def shutdown(self) -> None:
         """End the workers; their GPUs and memory are free for others."""

@@ -124,7 +124,7 @@ def check_schedule(config: TransformerConfig) -> None:
         )
 
 
-def check_replayable(config: TransformerConfig, megatron_version: str) -> None:
+def check_replay_options(config: TransformerConfig, megatron_version: str) -> None:
     """Refuse what breaks replay; warn of losses that are computed from native routing.
 
     Raises:

@@ -18,8 +18,8 @@ from rltrain.config.policy import PolicyConfig
 from rltrain.parallel.layer_map import Pipeline, route_layers
 from rltrain.policy.logprobs.head import in_fp32
 from rltrain.policy.megatron.all_heads_norm import norm_all_heads
-from rltrain.policy.megatron.guards import check_armed, check_replayable, check_schedule
-from rltrain.policy.megatron.held_mtp import frozen_mtp_block
+from rltrain.policy.megatron.frozen_mtp import frozen_mtp_block
+from rltrain.policy.megatron.guards import check_armed, check_replay_options, check_schedule
 from rltrain.policy.megatron.mesh import Mesh
 from rltrain.policy.megatron.rotary import set_rotary
 from rltrain.policy.megatron.transformer_options import transformer_config, uses_transformer_engine
@@ -60,7 +60,7 @@ def build_model(
     config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
     check_schedule(config)
     if config.moe_enable_routing_replay:
-        check_replayable(config, version("megatron-core"))
+        check_replay_options(config, version("megatron-core"))
     chunks = []
     for number in range(mesh.vpp_size):
         chunk = _build_chunk(config, arch, policy, mesh, number, device)

@@ -35,8 +35,8 @@ def transformer_config(
     device: torch.device,
     routing_replay: bool,
 ) -> TransformerConfig:
-    """Raises ``ValueError`` as `megatron_config` and `check_layout` do."""
-    check_layout(arch, policy.parallel, uses_transformer_engine(policy, device))
+    """Raises ``ValueError`` as `megatron_config` and `check_backend_layout` do."""
+    check_backend_layout(arch, policy.parallel, uses_transformer_engine(policy, device))
     return megatron_config(
         policy.megatron_args,
         num_layers=arch.num_layers,
@@ -105,7 +105,9 @@ def _fused_options(
     }
 
 
-def check_layout(arch: Architecture, parallel: ParallelConfig, transformer_engine: bool) -> None:
+def check_backend_layout(
+    arch: Architecture, parallel: ParallelConfig, transformer_engine: bool
+) -> None:
     """Refuse what Megatron and Transformer Engine cannot compute, or not rightly.
 
     Raises:

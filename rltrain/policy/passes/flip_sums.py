@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.parallel.token_layout import take
+from rltrain.parallel.token_layout import gather_rows
 from rltrain.policy.megatron.mesh import Mesh
 from rltrain.policy.passes.micro_batch import MicroBatch, to_device
 from rltrain.policy.passes.replay import RouterRecord
@@ -35,7 +35,7 @@ class FlipSums:
         if not records:
             return
         (mask,) = mb.batch.require("route_mask")
-        of_rows = take(judged_rows(mask, mb.batch.seq_lens), mb.layout.routers, False)
+        of_rows = gather_rows(judged_rows(mask, mb.batch.seq_lens), mb.layout.routers, False)
         judged = to_device(of_rows.long(), mb.device).unsqueeze(1)  # [S, 1]
         stripes = torch.arange(len(judged), device=mb.device).unsqueeze(1) % _STRIPES  # [S, 1]
         self._counts = self._counts.to(mb.device)

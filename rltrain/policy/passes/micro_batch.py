@@ -9,7 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rltrain.batch import Batch
-from rltrain.parallel.token_layout import PAD, TokenGrid, TokenLayout, layout_tokens, take
+from rltrain.parallel.token_layout import PAD, TokenGrid, TokenLayout, gather_rows, layout_tokens
 from rltrain.policy.passes.replay import Target
 from rltrain.routing.agreement import spread_experts
 from rltrain.routing.align import last_rows
@@ -29,19 +29,19 @@ class MicroBatch:
 
     @cached_property
     def input_ids(self) -> Tensor:
-        tokens = take(self.batch.tokens, self.layout.tokens, 0)
+        tokens = gather_rows(self.batch.tokens, self.layout.tokens, 0)
         return to_device(tokens, self.device).unsqueeze(0)  # [1, S]
 
     @cached_property
     def position_ids(self) -> Tensor:
         lens = self.batch.seq_lens
         positions = torch.arange(int(lens.sum())) - (lens.cumsum(0) - lens).repeat_interleave(lens)
-        positions = take(positions, self.layout.tokens, 0)
+        positions = gather_rows(positions, self.layout.tokens, 0)
         return to_device(positions, self.device).unsqueeze(0)  # [1, S]
 
     @cached_property
     def target_ids(self) -> Tensor:
-        return to_device(take(self.batch.tokens, self.layout.targets, 0), self.device)  # [S]
+        return to_device(gather_rows(self.batch.tokens, self.layout.targets, 0), self.device)  # [S]
 
     @cached_property
     def packed_seq_params(self) -> PackedSeqParams:
@@ -58,7 +58,7 @@ class MicroBatch:
 
     def at_targets(self, values: Tensor) -> Tensor:
         """A field of the batch, at the slots that yield a token's logprob.  # [n] -> [S]"""
-        return to_device(take(values, self.layout.targets, 0), self.device)
+        return to_device(gather_rows(values, self.layout.targets, 0), self.device)
 
     def route_targets(
         self, layers: Sequence[int], wanted: Sequence[int], num_experts: int, *, record: bool
@@ -75,9 +75,9 @@ class MicroBatch:
         (routes,) = self.shard.require("replay_expert_indices")
         (mask,) = self.batch.require("replay_mask")
         assert routes.shape[1] == len(layers), (routes.shape, layers)
-        rows = take(self.token_index, self.layout.routers, 0)
+        rows = gather_rows(self.token_index, self.layout.routers, 0)
         padding = self.layout.routers == PAD
-        known = take(mask, self.layout.routers, True)
+        known = gather_rows(mask, self.layout.routers, True)
         complete = not record and not (self.has_gaps and self._owes(known))
         of_rows = None if complete else to_device(known, self.device)
         spread = padding | ~known if complete else padding
@@ -90,7 +90,7 @@ class MicroBatch:
 
     def _owes(self, known: Tensor) -> bool:
         """Whether a slot's router must choose though its token is not the last of a sequence."""
-        unread = take(last_rows(self.batch.seq_lens), self.layout.routers, False)
+        unread = gather_rows(last_rows(self.batch.seq_lens), self.layout.routers, False)
         return bool((~known & ~unread).any())
 
     def _gathered(self, routes: Tensor, rows: Tensor, spread: Tensor, num_experts: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.sequences import sequence_of
-from rltrain.parallel.token_layout import take
+from rltrain.parallel.token_layout import gather_rows
 from rltrain.policy.megatron.mesh import Mesh
 from rltrain.policy.passes.micro_batch import MicroBatch, to_device
 
@@ -23,7 +23,7 @@ def sequence_mean(mb: MicroBatch, loss_weights: Tensor, mesh: Mesh) -> Callable[
     lens, counted = mb.batch.seq_lens, loss_weights != 0
     nowhere = len(lens)  # where padding slots and tokens out of the loss belong
     of_token = torch.where(counted, sequence_of(lens), nowhere)
-    of_slot = to_device(take(of_token, mb.layout.targets, nowhere), mb.device)  # [S]
+    of_slot = to_device(gather_rows(of_token, mb.layout.targets, nowhere), mb.device)  # [S]
     count = to_device(of_token.bincount(minlength=nowhere + 1).clamp_min(1), mb.device)
 
     def mean(values: Tensor) -> Tensor:

@@ -188,9 +188,9 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self._delivery: Delivery | None = None  # from the start of a sync until it succeeded
         self._broadcast: BroadcastReceiver | None = None
         if device.type == "cpu":
-            vllm_patches.apply_cpu()
+            vllm_patches.patch_vllm_for_cpu()
         if "GptOssForCausalLM" in (vllm_config.model_config.hf_config.architectures or ()):
-            vllm_patches.apply_gpt_oss()
+            vllm_patches.patch_vllm_for_gpt_oss()
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         parallel = self.parallel_config

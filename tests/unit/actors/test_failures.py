@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.actors.actor_log import FOLDER, LOG, find_log, of_process
-from rltrain.actors.failures import child_died, died, its_error, named, out_of_memory
-from rltrain.actors.host_memory import killed, memory_now, oom_kills
+from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process
+from rltrain.actors.failures import (
+    actor_name,
+    child_failure,
+    describe_death,
+    describe_error,
+    out_of_memory,
+)
+from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
 
 OWN = "Traceback (most recent call last):\nValueError: no such model\n"
 LATER = OWN + "\n" + "step\n" * 50
@@ -31,7 +37,7 @@ LATER = OWN + "\n" + "step\n" * 50
     ],
 )
 def test_what_is_known_is_said(written: str, ended: str, said: str) -> None:
-    assert said in its_error(written, ended)
+    assert said in describe_error(written, ended)
 
 
 def test_the_kernels_kills_are_counted(tmp_path: Path) -> None:
@@ -45,11 +51,11 @@ def test_the_kernels_kills_are_counted(tmp_path: Path) -> None:
     assert oom_kills(tmp_path) == 3
     (cgroup / "memory.max").write_text("max\n")
     (cgroup / "memory.current").write_text(f"{2**30}\n")
-    assert not memory_now(tmp_path).startswith("1.0 of")
+    assert not describe_memory(tmp_path).startswith("1.0 of")
     (cgroup / "memory.max").write_text(f"{2**31}\n")
-    assert memory_now(tmp_path) == "1.0 of 2.0 GiB of memory are in use"
-    assert "killed 2 processes for lack of memory" in killed(2, "x")
-    assert "dmesg" in killed(0, "x") and "lack of memory" not in killed(0, "x")
+    assert describe_memory(tmp_path) == "1.0 of 2.0 GiB of memory are in use"
+    assert "killed 2 processes for lack of memory" in describe_kill(2, "x")
+    assert "dmesg" in describe_kill(0, "x") and "lack of memory" not in describe_kill(0, "x")
 
 
 def test_a_process_and_its_children_write_into_the_actors_log(
@@ -58,8 +64,8 @@ def test_a_process_and_its_children_write_into_the_actors_log(
     """Each below the one that had its name before; the error is of the one that died."""
     log = tmp_path / "engine-0.log"
     code = (
-        "import os, subprocess, sys; from rltrain.actors.actor_log import take_output; "
-        "take_output(); "
+        "import os, subprocess, sys; from rltrain.actors.actor_log import redirect_output; "
+        "redirect_output(); "
         "print(sys.argv[1], os.getpid(), flush=True); "
         "subprocess.run(['sh', '-c', 'echo child >&2'])"
     )
@@ -72,13 +78,13 @@ def test_a_process_and_its_children_write_into_the_actors_log(
         assert process.communicate()[0] == b""
         pids.append(process.pid)
     written = log.read_text()
-    first, second = (of_process(written, pid) for pid in pids)
+    first, second = (log_of_process(written, pid) for pid in pids)
     assert first == f"first {pids[0]}\nchild\n" and second == f"second {pids[1]}\nchild\n"
-    assert of_process(written, 1) == ""
+    assert log_of_process(written, 1) == ""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     assert find_log(pids[1]) == log and find_log(1) is None
     log.write_text(written + OWN)
-    said = died("rollout", pids[1], "")
+    said = describe_death("rollout", pids[1], "")
     assert said.startswith(
         f"rollout engine 0 (process {pids[1]}) died. Its last error: ValueError: "
     )
@@ -89,12 +95,12 @@ def test_a_child_is_reported_by_its_parent(tmp_path: Path, monkeypatch: pytest.M
     log = tmp_path / "engine-0.log"
     log.write_text(f"=== process {os.getpid()} starts, now ===\n{OWN}")
     monkeypatch.setenv(LOG, str(log))
-    said = str(child_died("the engine process died", {"EngineCore": 1}))
+    said = str(child_failure("the engine process died", {"EngineCore": 1}))
     assert said == (
         f"the engine process died. Its last error: ValueError: no such model. Full log: {log}"
     )
-    assert "killed (SIGKILL)" in str(child_died("it died", {"EngineCore": -9, "other": None}))
-    assert "Its last error" in str(child_died("it died", {}))
+    assert "killed (SIGKILL)" in str(child_failure("it died", {"EngineCore": -9, "other": None}))
+    assert "Its last error" in str(child_failure("it died", {}))
 
 
 def test_a_full_gpu_has_a_remedy_by_role() -> None:
@@ -105,5 +111,5 @@ def test_a_full_gpu_has_a_remedy_by_role() -> None:
 
 
 def test_logs_name_their_process() -> None:
-    assert named("engine-0") == "rollout engine 0"
-    assert named("policy-3") == "policy worker 3"
+    assert actor_name("engine-0") == "rollout engine 0"
+    assert actor_name("policy-3") == "policy worker 3"

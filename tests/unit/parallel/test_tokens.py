@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rltrain.parallel.token_layout import PAD, TokenGrid, TokenLayout, layout_tokens, take
+from rltrain.parallel.token_layout import PAD, TokenGrid, TokenLayout, gather_rows, layout_tokens
 
 lengths = st.lists(st.integers(0, 11), max_size=7)
 sizes = st.sampled_from([1, 2, 4])
@@ -62,7 +62,7 @@ def test_slices_gather_back_into_whole_sequences(seq_lens: list[int], ranks: Ran
     whole = [torch.full((size,), -9) for size in padded]
     for cp_rank in range(ranks.cp):
         parts = [
-            take(values, layout_tokens(seq_lens, ranks.grid(tp_rank, cp_rank)).routers, -7)
+            gather_rows(values, layout_tokens(seq_lens, ranks.grid(tp_rank, cp_rank)).routers, -7)
             for tp_rank in range(ranks.tp)
         ]
         local, slot = torch.cat(parts), 0
@@ -148,4 +148,4 @@ def test_take_gathers_and_pads(seq_lens: list[int], cp: int) -> None:
     values = torch.arange(sum(seq_lens)) * 10
     for layout in Ranks(cp=cp).layouts(seq_lens):
         expected = [-7 if t == PAD else 10 * t for t in layout.tokens.tolist()]
-        assert take(values, layout.tokens, -7).tolist() == expected
+        assert gather_rows(values, layout.tokens, -7).tolist() == expected

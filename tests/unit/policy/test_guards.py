@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rltrain.policy.megatron.guards import (
     GUARDS,
     check_armed,
-    check_replayable,
+    check_replay_options,
     check_schedule,
     native_losses,
 )
@@ -90,19 +90,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("field", "fields", "why"), REFUSED)
 def test_what_cannot_replay_is_refused(field: str, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError) as refused:
-        check_replayable(config(**fields), VERSION)
+        check_replay_options(config(**fields), VERSION)
     [line] = str(refused.value).splitlines()
     assert line.startswith(f"policy.megatron_args.{field}=") and why in line and "Remedy:" in line
 
 
 def test_a_field_of_a_later_megatron_is_refused_there() -> None:
     later = config()
-    check_replayable(later, VERSION)
+    check_replay_options(later, VERSION)
     later.moe_router_force_biased = None  # type: ignore[attr-defined]
-    check_replayable(later, VERSION)
+    check_replay_options(later, VERSION)
     later.moe_router_force_biased = 0.5  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"moe_router_force_biased=0\.5"):
-        check_replayable(later, VERSION)
+        check_replay_options(later, VERSION)
 
 
 def test_every_guard_is_tested() -> None:
@@ -127,21 +127,21 @@ def test_every_guard_is_tested() -> None:
 def test_what_can_replay_passes_in_silence(
     fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_replayable(config(**fields), VERSION)
+    check_replay_options(config(**fields), VERSION)
     assert caplog.messages == []
 
 
 def test_all_that_breaks_replay_is_named_at_once() -> None:
     both = config(moe_router_fusion=True, moe_input_jitter_eps=0.1)
     with pytest.raises(ValueError) as refused:
-        check_replayable(both, VERSION)
+        check_replay_options(both, VERSION)
     assert len(str(refused.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.17.0rc0", "0.17.1", "0.19.2"])
 def test_other_megatrons_are_refused(version: str) -> None:
     with pytest.raises(ValueError, match=rf"megatron-core>=0.16.1,<0.17, found {version}: pip"):
-        check_replayable(config(), version)
+        check_replay_options(config(), version)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_losses_from_native_routing_are_allowed_and_said(
 ) -> None:
     built = config(**fields)
     with caplog.at_level(logging.WARNING):
-        check_replayable(built, VERSION)
+        check_replay_options(built, VERSION)
     assert native_losses(built) == expected
     assert [message.split(" is on")[0] for message in caplog.messages] == expected
     assert all("not replayed" in m and "not invariant" in m for m in caplog.messages)

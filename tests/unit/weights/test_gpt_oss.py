@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rltrain.config.policy import ParallelConfig
-from rltrain.policy.megatron.transformer_options import check_layout
+from rltrain.policy.megatron.transformer_options import check_backend_layout
 from rltrain.verification.layout_models import GPT_OSS_LIKE
 from rltrain.weights.architecture.decoder import Architecture, Yarn
 from rltrain.weights.families import architecture_from_config, parameters
@@ -141,12 +141,12 @@ def test_qwen3_next_is_refused_by_name():
 def test_layouts_that_would_be_wrong_are_refused():
     etp = ParallelConfig(tp=2, etp=2)
     with pytest.raises(ValueError, match=r"etp=2: .*biases.*set etp=1"):
-        check_layout(GPT_OSS_LIKE, etp, transformer_engine=False)
+        check_backend_layout(GPT_OSS_LIKE, etp, transformer_engine=False)
     cp = ParallelConfig(cp=2)
     with pytest.raises(ValueError, match=r"cp=2: .*transformer_engine=never or cp=1"):
-        check_layout(GPT_OSS_LIKE, cp, transformer_engine=True)
-    check_layout(GPT_OSS_LIKE, cp, transformer_engine=False)
-    check_layout(GPT_OSS_LIKE, ParallelConfig(tp=2, ep=2), transformer_engine=True)
+        check_backend_layout(GPT_OSS_LIKE, cp, transformer_engine=True)
+    check_backend_layout(GPT_OSS_LIKE, cp, transformer_engine=False)
+    check_backend_layout(GPT_OSS_LIKE, ParallelConfig(tp=2, ep=2), transformer_engine=True)
 
 
 def stacked(arch: Architecture) -> dict[str, Tensor]:

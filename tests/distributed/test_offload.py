@@ -18,7 +18,7 @@ from tests.distributed.test_policy_worker import BUDGET, LENGTHS, saved_batch
 from tests.distributed.tiny_folder import save_tiny_moe
 
 if TYPE_CHECKING:  # it imports Megatron, which only the ranks need
-    from rltrain.policy.offload import Part
+    from rltrain.policy.offload import ModelPart
     from rltrain.policy.worker import PolicyWorker
 
 pytestmark = pytest.mark.integration
@@ -29,7 +29,7 @@ PRECISIONS = ("bf16", "fp32")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("residency")
+    folder = tmp_path_factory.mktemp("offload")
     save_tiny_moe(folder / "moe", num_layers=2, num_experts=8, k=2, vocab=61)
     run_ranks(run_all, RANKS, folder)
     return folder
@@ -109,7 +109,7 @@ def leave_and_return(worker: "PolicyWorker", precision: str) -> None:
         for group in part.optimizer.param_groups
         for master in group["params"]
     ]
-    parts: list[Part] = ["gradients", "optimizer", "reference"]
+    parts: list[ModelPart] = ["gradients", "optimizer", "reference"]
     worker.offload(parts)
     worker.offload(parts)  # away already
     assert all(size(p) for p in weights)
