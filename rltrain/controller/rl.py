@@ -24,7 +24,7 @@ from rltrain.environments.pool import RewardPool
 from rltrain.planning.roofline import find_card
 from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.generator import Generator
-from rltrain.tracking.gpus import name_of
+from rltrain.tracking.gpus import gpu_name
 from rltrain.weights.families import read_architecture
 from rltrain.weights.sync.engine_fp8 import check_blocks
 
@@ -62,7 +62,7 @@ def run(config: Config, data: RunData) -> None:
         )
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
-        card = find_card(name_of(placed.gpu_ids))
+        card = find_card(gpu_name(placed.gpu_ids))
         speed = Speed.of(config, arch, placed.placement, card)
         trainer = Trainer(
             config,

@@ -29,7 +29,7 @@ from rltrain.data.targets import with_targets
 from rltrain.data.tiny_model import build_random_model, warm_started_path
 from rltrain.data.tokenizer import tiny_tokenizer
 from rltrain.planning.roofline import find_card
-from rltrain.tracking.gpus import name_of
+from rltrain.tracking.gpus import gpu_name
 from rltrain.tracking.timers import StepTimer
 from rltrain.weights.families import read_architecture
 
@@ -47,7 +47,7 @@ def run(config: Config, data: RunData) -> None:
     problems = data.problems
     arch = read_architecture(path, config.model.mtp)
     with cluster(config) as placed:
-        speed = Speed.of(config, arch, placed.placement, find_card(name_of(placed.gpu_ids)))
+        speed = Speed.of(config, arch, placed.placement, find_card(gpu_name(placed.gpu_ids)))
         policy = PolicyGroup(config, str(path), placed)
         prompts = PromptLoader(
             problems.train,

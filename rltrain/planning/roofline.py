@@ -34,7 +34,7 @@ CARDS = {
     "NVIDIA B200": Card(2250 * TERA, 8.0 * TERA),
     "NVIDIA L40S": Card(362 * TERA, 0.864 * TERA),
 }
-"""By the name that nvidia-smi gives it. From NVIDIA's data sheets of each card, whose FLOP/s are
+"""By the name that NVML gives it. From NVIDIA's data sheets of each card, whose FLOP/s are
 with sparsity from H100 on: half of them. Those of H20, L40S, PCIe and NVL cards are from memory."""
 
 
@@ -129,7 +129,7 @@ def hint(rows: Rows, card: str | None) -> str:
 
     Args:
         rows: of metrics.jsonl
-        card: its name; None where nvidia-smi saw none
+        card: its name; None where no GPU was sampled
 
     Returns:
         One line; empty where no step was timed.
@@ -148,7 +148,7 @@ def hint(rows: Rows, card: str | None) -> str:
     if card is None:
         speed = _median(timed, "throughput/tokens_per_second")
         given = "" if speed is None else f" {speed:,.0f} tokens/s."
-        return f"{line}{given} nvidia-smi saw no GPU: there is no limit to hold this against."
+        return f"{line}{given} No GPU was sampled, so no utilization is reported."
     given = "" if speed is None else f" {speed:,.0f} tokens/s per GPU."
     if find_card(card) is None:
         return f"{line}{given} No limits of {card} are known (rltrain/planning/roofline.py)."

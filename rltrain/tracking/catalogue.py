@@ -540,13 +540,13 @@ PERFORMANCE = (
     ),
     _performance(
         "gpu/utilization",
-        "share of a second in which a kernel ran, since the step before, by nvidia-smi",
+        "share of a second in which a kernel ran, since the step before, by NVML",
         "seconds x GPUs of the run",
         better="higher",
     ),
     _performance(
         "gpu/memory_gib",
-        "most memory in use on one GPU in that time, by nvidia-smi",
+        "most memory in use on one GPU in that time, by NVML",
         "-",
         "GiB",
     ),

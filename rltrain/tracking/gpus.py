@@ -1,21 +1,31 @@
-"""What nvidia-smi says of the GPUs while a run goes on: gpus.csv of its folder.
+"""The GPUs of a run while it goes on, sampled through NVML: gpus.csv of its folder.
 
 Utilization is the share of a second in which some kernel ran. A GPU can be busy and slow.
 """
 
 import csv
-import shutil
-import subprocess
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
-FIELDS = ("timestamp", "index", "name", "utilization.gpu", "memory.used")
+import pynvml
+
+logger = logging.getLogger(__name__)
+
+HEADER = "timestamp, index, name, utilization.gpu [%], memory.used [MiB]"
+NUM_COLUMNS = HEADER.count(",") + 1
 TIME = "%Y/%m/%d %H:%M:%S.%f"
+INTERVAL_S = 1.0
+CLOSE_TIMEOUT_S = 10.0
+"""How long a tracker that closes waits for a driver that does not answer."""
+NO_DRIVER = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+UNSUPPORTED = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 
 
 @dataclass(frozen=True)
@@ -29,57 +39,124 @@ class GpuSample:
     memory_gib: float | None
 
 
+@dataclass(frozen=True)
+class Device:
+    """A GPU as NVML knows it."""
+
+    handle: Any
+    index: int
+    name: str
+
+
 class GpuLog:
-    """Copies one line a second and GPU to a file, for as long as this process lives.
+    """A thread that writes one line per second and GPU to a file, until it is closed.
 
     Args:
-        gpus: what nvidia-smi calls those to watch, by number or UUID; none: all that it sees
+        devices: from an initialised NVML, which stays so until the process ends
     """
 
-    def __init__(self, path: Path, gpus: Sequence[str] = ()) -> None:
-        command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,nounits"]
-        command += ["--loop=1", *([f"--id={','.join(gpus)}"] if gpus else [])]
-        # When this process is killed, the pipe breaks and nvidia-smi ends, too.
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+    def __init__(self, path: Path, devices: Sequence[Device]) -> None:
         self._new: deque[str] = deque()
-        self._thread = Thread(target=self._copy, args=(path,), daemon=True)
+        self._stop = Event()
+        self._thread = Thread(target=self._sample, args=(path, devices), daemon=True)
         self._thread.start()
 
-    def _copy(self, path: Path) -> None:
-        assert self._process.stdout is not None
-        with path.open("w", encoding="utf-8") as file:
-            for line in self._process.stdout:
-                file.write(line)
-                file.flush()
-                self._new.append(line)
+    def _sample(self, path: Path, devices: Sequence[Device]) -> None:
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                file.write(f"{HEADER}\n")
+                while not self._stop.is_set():
+                    for device in devices:
+                        line = read_line(device)
+                        file.write(f"{line}\n")
+                        self._new.append(line)
+                    file.flush()
+                    self._stop.wait(INTERVAL_S)
+        except (pynvml.NVMLError, OSError) as error:  # a run goes on without these figures
+            logger.warning("%s has no GPU figures from here on: %s", path, error)
 
     def metrics(self) -> dict[str, float]:
         """The ``gpu/`` metrics since the last call; empty where nothing was sampled."""
         return gpu_metrics(parse([self._new.popleft() for _ in range(len(self._new))]))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._thread.join()
+        self._stop.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("NVML has not answered for %g s: left behind", CLOSE_TIMEOUT_S)
 
 
-def name_of(gpus: Sequence[str]) -> str:
-    """The name of the first of these GPUs; empty where there is none or nvidia-smi does not say."""
-    if not gpus or not shutil.which("nvidia-smi"):
+def gpu_name(gpus: Sequence[str]) -> str:
+    """The name of the first of these GPUs; empty where there is none or the driver does not say."""
+    if not gpus:
         return ""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", f"--id={gpus[0]}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    except subprocess.SubprocessError:  # a run does not end because its card has no name
+        pynvml.nvmlInit()
+        return find_device(gpus[0]).name
+    except pynvml.NVMLError:  # a run does not end because its card has no name
         return ""
-    return done.stdout.strip()
 
 
 def start_gpu_log(path: Path, gpus: Sequence[str]) -> GpuLog | None:
-    """None where there are no GPUs to watch, or no nvidia-smi to ask."""
-    return GpuLog(path, gpus) if gpus and shutil.which("nvidia-smi") else None
+    """Sample these GPUs into ``path``; None where there are none, or no driver to ask.
+
+    Args:
+        gpus: by number, as nvidia-smi counts, or by UUID
+    """
+    if not gpus:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return GpuLog(path, [find_device(gpu) for gpu in gpus])
+    except pynvml.NVMLError as error:
+        if error.value not in NO_DRIVER:
+            logger.warning("GPUs %s are not sampled: %s", ",".join(gpus), error)
+        return None
+
+
+def find_device(gpu: str) -> Device:
+    """Raises NVMLError where NVML does not know the number or UUID."""
+    if gpu.isdigit():
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+    else:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+    return Device(handle, pynvml.nvmlDeviceGetIndex(handle), pynvml.nvmlDeviceGetName(handle))
+
+
+def read_line(device: Device) -> str:
+    """Raises NVMLError where the driver fails; a figure that the GPU does not have is empty."""
+    rates = _supported(lambda: pynvml.nvmlDeviceGetUtilizationRates(device.handle))
+    # Version 2 counts what is in use without what the driver reserves, as nvidia-smi does.
+    memory = _supported(
+        lambda: pynvml.nvmlDeviceGetMemoryInfo(device.handle, version=pynvml.nvmlMemory_v2)
+    )
+    return csv_line(
+        datetime.now(),
+        device,
+        None if rates is None else rates.gpu,
+        None if memory is None else memory.used,
+    )
+
+
+def _supported(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except pynvml.NVMLError as error:
+        if error.value not in UNSUPPORTED:
+            raise
+        return None
+
+
+def csv_line(time: datetime, device: Device, percent: int | None, used_bytes: int | None) -> str:
+    """One line of gpus.csv, in the columns of ``HEADER``."""
+    cells = (
+        time.strftime(TIME)[:-3],  # milliseconds
+        device.index,
+        device.name,
+        "" if percent is None else percent,
+        "" if used_bytes is None else used_bytes // 2**20,
+    )
+    return ", ".join(map(str, cells))
 
 
 def read_gpus(path: Path) -> list[GpuSample]:
@@ -91,19 +168,19 @@ def read_gpus(path: Path) -> list[GpuSample]:
 
 
 def parse(lines: Iterable[str]) -> list[GpuSample]:
-    """Leaves out what is no sample: the header, and what nvidia-smi says of a GPU that was lost."""
+    """The samples of these lines of a gpus.csv; the header and torn lines are left out."""
     samples = []
     for row in csv.reader(lines, skipinitialspace=True):
-        if len(row) != len(FIELDS) or not row[1].isdigit():
+        if len(row) != NUM_COLUMNS or not row[1].isdigit():
             continue
-        utilization, used = (float(cell) if cell.isdigit() else None for cell in row[3:])
+        utilization, used_mib = (float(cell) if cell.isdigit() else None for cell in row[3:])
         samples.append(
             GpuSample(
                 datetime.strptime(row[0], TIME),
                 int(row[1]),
                 row[2],
                 None if utilization is None else utilization / 100,
-                None if used is None else used / 1024,  # nvidia-smi's MiB
+                None if used_mib is None else used_mib / 1024,
             )
         )
     return samples
@@ -122,20 +199,20 @@ class Timeline:
 def timeline(
     samples: Sequence[GpuSample], value: Callable[[GpuSample], float | None], points: int = 240
 ) -> Timeline:
-    """At most so many points, evenly spaced; none where nothing was sampled."""
-    found = [(each, x) for each in samples if (x := value(each)) is not None]
+    """At most ``points`` points, evenly spaced; none where nothing was sampled."""
+    measured = [(sample, x) for sample in samples if (x := value(sample)) is not None]
     line = Timeline([], [], [], [])
-    if not found:
+    if not measured:
         return line
-    first, last = found[0][0].time, found[-1][0].time
+    first, last = measured[0][0].time, measured[-1][0].time
     width = max(1.0, (last - first).total_seconds() / points)
     bins: dict[int, dict[int, list[float]]] = {}
-    for each, x in found:
-        at = int((each.time - first).total_seconds() / width)
-        bins.setdefault(at, {}).setdefault(each.gpu, []).append(x)
-    for at, gpus in sorted(bins.items()):
+    for sample, x in measured:
+        number = int((sample.time - first).total_seconds() / width)
+        bins.setdefault(number, {}).setdefault(sample.gpu, []).append(x)
+    for number, gpus in sorted(bins.items()):
         means = [fmean(xs) for xs in gpus.values()]
-        line.seconds.append(at * width)
+        line.seconds.append(number * width)
         line.lowest.append(min(means))
         line.mean.append(fmean(means))
         line.highest.append(max(means))
@@ -143,8 +220,9 @@ def timeline(
 
 
 def gpu_metrics(samples: Sequence[GpuSample]) -> dict[str, float]:
-    busy = [each.utilization for each in samples if each.utilization is not None]
-    used = [each.memory_gib for each in samples if each.memory_gib is not None]
+    """Mean utilization and most memory in use; a figure that no sample has is left out."""
+    busy = [sample.utilization for sample in samples if sample.utilization is not None]
+    used = [sample.memory_gib for sample in samples if sample.memory_gib is not None]
     return {
         **({"gpu/utilization": fmean(busy)} if busy else {}),
         **({"gpu/memory_gib": max(used)} if used else {}),

@@ -263,7 +263,7 @@ def _times(rows: Rows) -> Figure | None:
 
 
 def _gpus(samples: Sequence[GpuSample]) -> list[Figure]:
-    """What nvidia-smi saw: of one GPU, or of the mean and the extremes of several."""
+    """Utilization and memory: of one GPU, or the mean and the extremes of several."""
     busy = timeline(samples, lambda each: each.utilization)
     used = timeline(samples, lambda each: each.memory_gib)
     if not busy.seconds and not used.seconds:

@@ -51,7 +51,7 @@ class Tracker:
             the first is logged as step 0.
         first_step: 0 starts afresh; k + 1 resumes a run whose checkpoint is of step k, and lines
             of metrics.jsonl and samples.jsonl at or past it are dropped; gpus.csv begins anew.
-        gpus: those of the run, by what nvidia-smi calls them; none are watched where it is empty.
+        gpus: those of the run, by NVML index or UUID; none are sampled where it is empty.
 
     Raises:
         OSError: when the run folder cannot be written.

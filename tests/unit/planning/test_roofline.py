@@ -108,7 +108,7 @@ def test_the_hint_leaves_the_first_step_out_and_names_the_longest_phases():
 
 
 def test_the_hint_says_when_it_has_no_number():
-    assert "8,000 tokens/s. nvidia-smi saw no GPU" in hint(ROWS, None)
+    assert "8,000 tokens/s. No GPU was sampled" in hint(ROWS, None)
     assert hint(ROWS, "NVIDIA GT 710").endswith(
         "1,003 tokens/s per GPU. No limits of NVIDIA GT 710 are known "
         "(rltrain/planning/roofline.py)."
