@@ -34,7 +34,7 @@ import torch
 from benchmarks.models import random_slice
 from benchmarks.result import Result, median_interval
 from rltrain.config import Config
-from rltrain.controller.cluster.engines import answers, ask, engine_spec
+from rltrain.controller.cluster.engines import Engines, engine_spec, get_all
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.weight_sync import WeightSync
@@ -106,7 +106,8 @@ def configuration(path: Path, folder: str, args: argparse.Namespace) -> Config:
 
 def first_token(engine: Any, number: int) -> None:
     request = Request(tuple(range(5, 21)), seed=number, prompt_id=str(number), sample_index=0)
-    ask([engine], "generate", LIMIT_S, [request], SamplingParams(temperature=1.0, max_tokens=1))
+    sampling = SamplingParams(temperature=1.0, max_tokens=1)
+    get_all([engine.generate.remote([request], sampling)], "generate", LIMIT_S)
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -116,7 +117,7 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def one_round(sync: TimedSync, config: Config, number: int) -> Times:
-    [engine] = sync.engines
+    [engine] = sync.engines.actors
     found: Times = {}
     found["sync_s"] = timed(lambda: sync.sync(config.rollout.dtype))
     found["sync_first_token_s"] = found["sync_s"] + timed(lambda: first_token(engine, number))
@@ -131,10 +132,10 @@ def one_round(sync: TimedSync, config: Config, number: int) -> Times:
 
 def stream_alone(sync: TimedSync, dtype: str) -> None:
     """Every rank takes part, and none of them sends: there is no receiver on its GPU."""
-    sync.policy.call("begin_weight_stream", dtype, "ipc", [])
+    sync.policy.begin_weight_stream(dtype, "ipc", [])
     for _ in range(sync.buckets):
-        sync.policy.call("next_weight_bucket")
-    sync.policy.call("end_weight_stream")
+        sync.policy.next_weight_buckets()
+    sync.policy.end_weight_stream()
 
 
 def measure(config: Config, path: Path, rounds: int) -> list[Times]:
@@ -145,11 +146,11 @@ def measure(config: Config, path: Path, rounds: int) -> list[Times]:
         spec = engine_spec(config, path, arch, placed)
         actor = ray.remote(MeasuredEngine).options(**placed.engine_options(0))
         engine = actor.remote(spec)
-        answers([engine.start.remote()], "start", LIMIT_S)
+        get_all([engine.start.remote()], "start", LIMIT_S)
         say("the engine is ready")
         policy = PolicyGroup(config, str(path), placed)
         say("the policy is ready")
-        sync = TimedSync(policy, [engine], carrier_of(config, placed), LIMIT_S)
+        sync = TimedSync(policy, Engines([engine], LIMIT_S), carrier_of(config, placed))
         found = []
         for number in range(rounds + 1):
             found.append(one_round(sync, config, number))

@@ -53,8 +53,7 @@ class Trainer(Loop):
             self.placed.placement.colocated,
             self.policy,
             self.critic,
-            self.sampler.generator.engines,
-            self.config.cluster.call_timeout_s,
+            self.weight_sync.engines,
         )
 
     def begin(self) -> None:
@@ -245,7 +244,7 @@ class Trainer(Loop):
                 horizon=kl.horizon,
             )
         if kl.refresh_every and step % kl.refresh_every == 0:
-            self.policy.call("refresh_reference")
+            self.policy.refresh_reference()
         return {"policy/kl_coef": used}
 
     def first_checks(self, taken: Step) -> list[Check]:
@@ -256,7 +255,7 @@ class Trainer(Loop):
             scored=None if taken.scored is None else taken.scored.logprobs,
             is_fresh=self.resumed_after == 0,
             paired=taken.paired,
-            native_losses=self.policy.call("native_losses")[0],
+            native_losses=self.policy.native_losses(),
             precision=trainer_precision(self.config, self.spec.device),
             engine_precision=engine_precision(self.config, self.spec.device),
             vocab_size=self.arch.vocab_size,
@@ -280,9 +279,8 @@ class Trainer(Loop):
     def sync_weights(self, step: int, timer: StepTimer) -> None:
         """Bring the weights after ``step`` into the engines, whose turn it is then."""
         self.synced_after = step
-        limit = self.config.cluster.call_timeout_s
         with self.colocation.weight_sync(timer):
             self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             options = self.placed.engine_options(0, log="fresh-engine")
-            check_weight_sync(self.colocation, self.spec, options, limit)
+            check_weight_sync(self.colocation, self.spec, options)

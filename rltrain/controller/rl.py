@@ -7,7 +7,7 @@ from pathlib import Path
 from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
 from rltrain.controller.cluster.critic_group import CriticGroup
-from rltrain.controller.cluster.engines import call_all, engine_spec, start_engines
+from rltrain.controller.cluster.engines import engine_spec, start_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import cluster
 from rltrain.controller.evaluation import Evaluator
@@ -49,11 +49,11 @@ def run(config: Config, data: RunData) -> None:
         engines, wait_until_ready = start_engines(config, spec, placed)
         if placed.placement.colocated:
             wait_until_ready()
-            call_all(engines, "sleep", config.cluster.call_timeout_s, 2)
+            engines.sleep(2)
         policy = PolicyGroup(config, str(path), placed)
-        weight_sync = WeightSync(policy, engines, transport, config.cluster.call_timeout_s)
+        weight_sync = WeightSync(policy, engines, transport)
         pool = stack.enter_context(RewardPool(config.data.reward))
-        generator = Generator(engines, config)
+        generator = Generator(engines.actors, config)
         prompts = PromptLoader(
             problems.train,
             config.prompts_per_round,

@@ -43,27 +43,29 @@ LAST = "last"
 def save(
     run_dir: Path,
     step: int,
-    groups: Sequence["WorkerGroup"],
+    groups: Sequence["WorkerGroup[Any]"],
     state: Mapping[str, Any],
     keep: int,
 ) -> Path:
     """Write the checkpoint of ``step``; older ones than the ``keep`` newest go, after it is there.
 
     Args:
-        groups: each writes the folders of its ``stored``
+        groups: each fills its ``folders``
         state: with the `model_of` the run
 
     Raises:
         RuntimeError: the disk is full or cannot be written; the older checkpoints are untouched.
     """
-    methods = [
-        (group, folder, method) for group in groups for folder, (method, _) in group.stored.items()
-    ]
+
+    def write(checkpoint: Path) -> None:
+        for group in groups:
+            group.save(checkpoint)
+
     target = _write(
         _folder(run_dir) / f"step_{step:06d}",
         {"step": step, **state},
-        lambda folder: [g.call(m, str(folder / f)) for g, f, m in methods],
-        [folder for _, folder, _ in methods],
+        write,
+        [folder for group in groups for folder in group.folders],
     )
     for old in checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
@@ -90,7 +92,7 @@ def save_last(run_dir: Path, step: int, policy: "PolicyGroup", model: "Identity"
     return _write(
         last,
         {"step": step, "model": model},
-        lambda folder: policy.call("save_weights", str(folder / "policy")),
+        lambda checkpoint: policy.save_weights(str(checkpoint / "policy")),
         ["policy"],
     )
 
@@ -216,24 +218,23 @@ def step_of(path: Path) -> int:
 
 
 def restore(
-    path: Path, run_dir: Path, groups: Sequence["WorkerGroup"], config: CheckpointConfig
+    path: Path, run_dir: Path, groups: Sequence["WorkerGroup[Any]"], config: CheckpointConfig
 ) -> dict[str, Any]:
     """Load a checkpoint into the groups; returns the state that was saved with it.
 
     Raises:
         ValueError: it is not from this run and not trusted, a file is not what it was, or it was
-            saved without what a group stores.
+            saved without a folder of a group.
     """
     verify(path, run_dir, trust=config.trust)
-    for folder in (folder for group in groups for folder in group.stored):
+    for folder in (folder for group in groups for folder in group.folders):
         if not (path / folder).is_dir():
             raise ValueError(
                 f"{path} was saved by a run without a {folder}: go on with the configuration "
                 "of that run, or start anew in another trainer.output_dir"
             )
     for group in groups:
-        for folder, (_, method) in group.stored.items():
-            group.call(method, str(path / folder))
+        group.load(path)
     state = read_state(path)
     logger.info("resumed after step %d from %s", state["step"], path)
     return state

@@ -151,7 +151,7 @@ class Loop(ABC):
         return self.resumed_after
 
     @property
-    def models(self) -> list[WorkerGroup]:
+    def models(self) -> list[WorkerGroup[Any]]:
         """Those that learn."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 

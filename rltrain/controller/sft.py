@@ -76,7 +76,7 @@ def export(policy: PolicyGroup, folder: Path) -> None:
     """Write the model beside ``folder`` and swap it in: an older one is whole until then."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    policy.call("export", str(partial), "float32")
+    policy.export(str(partial), "float32")
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)
     logger.info("model: %s", folder)
@@ -105,7 +105,7 @@ class SupervisedTrainer(Loop):
             taken.scored,
             taken.updates,
             self.config.trainer.mini_batches,
-            self.policy.call("native_losses")[0],
+            self.policy.native_losses(),
             bound_for(self.precision, same_experts=not self.has_experts),
         )
 
@@ -163,9 +163,7 @@ def warm_started_model(config: Config, placed: Cluster) -> Path:
     policy = PolicyGroup(fitting, str(random_path), placed)
     try:
         fit(fitting, policy, problems)
-        save_atomically(
-            cached, lambda folder: policy.call("export", str(folder / path.name), "float32")
-        )
+        save_atomically(cached, lambda folder: policy.export(str(folder / path.name), "float32"))
     finally:
         policy.shutdown()
     return path

@@ -1,7 +1,7 @@
 """Bring the policy's weights into every engine, and prove that they arrived."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -12,7 +12,7 @@ import ray
 
 from rltrain.config.rollout import Transport
 from rltrain.controller.cluster.colocation import Colocation
-from rltrain.controller.cluster.engines import call_all, get_all
+from rltrain.controller.cluster.engines import Engines, get_all
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
@@ -25,9 +25,8 @@ class WeightSync:
     """Streams the policy's weights into the engines, whichever way they travel."""
 
     policy: PolicyGroup
-    engines: Sequence[Any]
+    engines: Engines
     transport: Transport
-    timeout_s: float
     _receivers: list[str] | None = field(default=None, init=False)
     """Devices of the engines' workers, once they are known and connected."""
 
@@ -45,49 +44,46 @@ class WeightSync:
 
     def _begin(self, dtype: str, receivers: list[str]) -> Bucket | None:
         """Returns the first bucket."""
-        starting = [engine.start_weight_sync.remote() for engine in self.engines]
-        self.policy.call("begin_weight_stream", dtype, self.transport, receivers)
+        wait_until_started = self.engines.start_weight_sync()
+        self.policy.begin_weight_stream(dtype, self.transport, receivers)
         bucket = self._next_bucket()
-        get_all(starting, "start_weight_sync", self.timeout_s)
+        wait_until_started()
         return bucket
 
     def _load(self, bucket: Bucket | None) -> None:
         """Have the engines load a bucket and all that follow."""
-        loading: list[list[Any]] = []
+        loading: list[Callable[[], Any]] = []
         while bucket is not None:
-            loading.append([engine.load_weight_bucket.remote(bucket) for engine in self.engines])
+            loading.append(self.engines.load_weight_bucket(bucket))
             if len(loading) == SLOTS:  # the next bucket goes where the first of these is
-                get_all(loading.pop(0), "load_weight_bucket", self.timeout_s)
+                loading.pop(0)()
             bucket = self._next_bucket()
-        for busy in loading:
-            get_all(busy, "load_weight_bucket", self.timeout_s)
+        for wait_until_loaded in loading:
+            wait_until_loaded()
 
     def _finish(self) -> None:
-        call_all(self.engines, "finish_weight_sync", self.timeout_s)
-        self.policy.call("end_weight_stream")
+        self.engines.finish_weight_sync()
+        self.policy.end_weight_stream()
 
     def _next_bucket(self) -> Bucket | None:
-        filled = [b for b in self.policy.call("next_weight_bucket") if b is not None]
+        filled = self.policy.next_weight_buckets()
         if self.transport == "ipc":
             return merged(filled) if filled else None
         return filled[0] if filled else None
 
     def _connect(self) -> list[str]:
         """Raises ``ValueError``: an engine worker's GPU has no policy rank, for transport "ipc"."""
-        devices: list[list[str]] = call_all(self.engines, "devices", self.timeout_s)
+        devices = self.engines.devices()
         receivers = [device for engine in devices for device in engine]
         if self.transport == "ipc":
-            check_shared(receivers, self.policy.call("device_name"))
+            check_shared(receivers, self.policy.device_names())
         if self.transport == "broadcast":
             file = str(Path(tempfile.mkdtemp(prefix="rltrain-broadcast-")) / "group")
             size = 1 + len(receivers)
-            ranks = accumulate(map(len, devices), initial=1)
-            joining = [
-                engine.join_group.remote(file, rank, size, self.timeout_s)
-                for engine, rank in zip(self.engines, ranks, strict=False)
-            ]
-            self.policy.call("join_group", file, size)
-            get_all(joining, "join_group", self.timeout_s)
+            first_ranks = list(accumulate(map(len, devices), initial=1))
+            wait_until_joined = self.engines.join_group(file, first_ranks, size)
+            self.policy.join_group(file, size)
+            wait_until_joined()
         return receivers
 
 
@@ -99,9 +95,7 @@ def check_shared(receivers: Sequence[str], senders: Sequence[str]) -> None:
         )
 
 
-def check_weight_sync(
-    colocation: Colocation, spec: EngineSpec, options: dict[str, Any], timeout_s: float
-) -> None:
+def check_weight_sync(colocation: Colocation, spec: EngineSpec, options: dict[str, Any]) -> None:
     """Compare every engine, bitwise, with a fresh one started from an export of the policy.
 
     Slow: it starts an engine. On GPUs the engines sleep meanwhile.
@@ -116,13 +110,14 @@ def check_weight_sync(
         path = str(Path(folder) / "model")
         with colocation.engines_aside() if spec.sleeps else nullcontext():
             with colocation.parameters_back():
-                colocation.policy.call("export_for_engine", path)
-            engine, ready = start_engine(replace(spec, model_path=path, capture=None), **options)
+                colocation.policy.export_for_engine(path)
+            actor, ready = start_engine(replace(spec, model_path=path, capture=None), **options)
+            engine = replace(colocation.engines, actors=[actor])
             try:
-                get_all([ready], "start", timeout_s)
-                [fresh] = call_all([engine], "digest", timeout_s)
-                call_all([engine], "shutdown", timeout_s)
+                get_all([ready], "start", engine.timeout_s)
+                [fresh] = engine.digests()
+                engine.shutdown()
             finally:
-                ray.kill(engine)
-        for synced in call_all(colocation.engines, "digest", timeout_s):
+                ray.kill(actor)
+        for synced in colocation.engines.digests():
             check_same(synced, fresh)

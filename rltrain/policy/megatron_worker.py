@@ -1,5 +1,6 @@
 """One rank of a model that learns: what the ranks of the policy and of the critic share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -34,7 +35,7 @@ from rltrain.weights.huggingface.load import load_huggingface
 from rltrain.weights.huggingface.stored_model import POLICY
 
 
-class MegatronWorker:
+class MegatronWorker(ABC):
     """A rank's place in a Megatron world, its part of the model, and a step's sequences.
 
     A subclass sets ``model``, what its passes run.
@@ -126,6 +127,10 @@ class MegatronWorker:
         self.offloader.onload(parts)
 
     # A pass
+
+    @abstractmethod
+    def begin_step(self, shard: Batch) -> None:
+        """Take this rank's sequences of the step."""
 
     def _shard(self) -> Batch:
         assert self.shard is not None, "begin_step comes first"

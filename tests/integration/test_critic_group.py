@@ -87,5 +87,5 @@ def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="saved by a run without a policy"):
         checkpoint.restore(folder, tmp_path, [policy, critic], config().checkpoint)
     with pytest.raises(RuntimeError, match=r"^critic\.values: IndexError"):
-        critic.call("values", [[99]])
+        critic._call(lambda worker: worker.values([[99]]))
     critic.shutdown()

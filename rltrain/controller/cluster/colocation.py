@@ -5,17 +5,21 @@ engines sleep (vLLM's sleep mode). Both are there during a weight sync alone, an
 parameters only. Where nothing is shared nobody waits, and on CPUs neither.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rltrain.controller.cluster.engines import call_all
-from rltrain.controller.cluster.worker_group import WorkerGroup
+from rltrain.controller.cluster.critic_group import CriticGroup
+from rltrain.controller.cluster.engines import Engines
+from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.tracking.timers import StepTimer
 
-PARAMETERS = ("parameters",)
-REST = ("gradients", "optimizer", "reference")
+if TYPE_CHECKING:  # see `WorkerGroup`
+    from rltrain.policy.offload import Part
+
+PARAMETERS: "tuple[Part, ...]" = ("parameters",)
+REST: "tuple[Part, ...]" = ("gradients", "optimizer", "reference")
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,13 @@ class Colocation:
     """A run begins in training's turn, with engines asleep, and takes one turn after the other."""
 
     colocated: bool
-    policy: WorkerGroup
-    critic: WorkerGroup | None
-    engines: Sequence[Any]
-    timeout_s: float
+    policy: PolicyGroup
+    critic: CriticGroup | None
+    engines: Engines
+
+    @property
+    def _learners(self) -> "list[PolicyGroup | CriticGroup]":
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     def to_training(self, timer: StepTimer, *, will_sync: bool) -> None:
         """Engines to learners.
@@ -38,57 +45,52 @@ class Colocation:
         if not self.colocated:
             return
         with timer.phase("engine_sleep"):
-            self._tell_engines("sleep", 2 if will_sync else 1)
+            self.engines.sleep(2 if will_sync else 1)
         with timer.phase("onload"):
-            self._tell_learners("onload", PARAMETERS + REST)
+            for group in self._learners:
+                group.onload(PARAMETERS + REST)
 
     def to_engines(self, timer: StepTimer) -> None:
         """Learners to engines that kept their weights."""
         if not self.colocated:
             return
         with timer.phase("offload"):
-            self._tell_learners("offload", PARAMETERS + REST)
+            for group in self._learners:
+                group.offload(PARAMETERS + REST)
         with timer.phase("engine_wake"):
-            self._tell_engines("wake", ("weights", "kv_cache"))
+            self.engines.wake(("weights", "kv_cache"))
 
     @contextmanager
     def weight_sync(self, timer: StepTimer) -> Iterator[None]:
         """Learners to engines, whose new weights come inside."""
         if self.colocated:
             with timer.phase("offload"):
-                self._tell_learners("offload", REST)
+                for group in self._learners:
+                    group.offload(REST)
                 if self.critic is not None:
-                    self.critic.call("offload", PARAMETERS)
+                    self.critic.offload(PARAMETERS)
             with timer.phase("engine_wake"):
-                self._tell_engines("wake", ("weights",))
+                self.engines.wake(("weights",))
         with timer.phase("weight_sync"):
             yield
         if self.colocated:
             with timer.phase("offload"):
-                self.policy.call("offload", PARAMETERS)
+                self.policy.offload(PARAMETERS)
             with timer.phase("engine_wake"):
-                self._tell_engines("wake", ("kv_cache",))
+                self.engines.wake(("kv_cache",))
 
     @contextmanager
     def engines_aside(self) -> Iterator[None]:
         """In the engines' turn: inside, their GPUs are free."""
-        self._tell_engines("sleep", 1)
+        self.engines.sleep(1)
         yield
-        self._tell_engines("wake", ("weights", "kv_cache"))
+        self.engines.wake(("weights", "kv_cache"))
 
     @contextmanager
     def parameters_back(self) -> Iterator[None]:
         """In the engines' turn, with these aside: inside, the policy's parameters are there."""
         if self.colocated:
-            self.policy.call("onload", PARAMETERS)
+            self.policy.onload(PARAMETERS)
         yield
         if self.colocated:
-            self.policy.call("offload", PARAMETERS)
-
-    def _tell_engines(self, method: str, argument: Any) -> None:
-        call_all(self.engines, method, self.timeout_s, argument)
-
-    def _tell_learners(self, method: str, parts: Sequence[str]) -> None:
-        for group in (self.policy, self.critic):
-            if group is not None:
-                group.call(method, parts)
+            self.policy.offload(PARAMETERS)

@@ -3,24 +3,93 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rltrain.actors import failures
 from rltrain.actors.failures import AwaitedCall
 from rltrain.config import Config
+from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.parallel.layer_map import Pipeline, route_blocks
-from rltrain.rollout.engine import start_engine
+from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.sync.engine_fp8 import fp8_config
+from rltrain.weights.sync.stream import Bucket
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """All rollout engines as one. Results are in the order of ``actors``.
+
+    Raises:
+        ActorFailed: from every method: an engine raised, died, or did not answer in ``timeout_s``.
+    """
+
+    actors: Sequence[Any]
+    timeout_s: float
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See `RolloutEngine.sleep`."""
+        self._begin(lambda engine, _: engine.sleep(level))()
+
+    def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """See `RolloutEngine.wake`."""
+        self._begin(lambda engine, _: engine.wake(parts))()
+
+    def devices(self) -> list[list[str]]:
+        """By engine; see `RolloutEngine.devices`."""
+        return self._begin(lambda engine, _: engine.devices())()
+
+    def digests(self) -> list[dict[str, str]]:
+        """By engine; see `RolloutEngine.digest`."""
+        return self._begin(lambda engine, _: engine.digest())()
+
+    def shutdown(self) -> None:
+        """See `RolloutEngine.shutdown`."""
+        self._begin(lambda engine, _: engine.shutdown())()
+
+    # A weight sync; what begins here goes on while the policy works, until the result is called
+
+    def join_group(self, file: str, first_ranks: Sequence[int], size: int) -> Callable[[], Any]:
+        """See `RolloutEngine.join_group`; ``first_ranks`` is by engine."""
+        limit = self.timeout_s
+        return self._begin(lambda engine, n: engine.join_group(file, first_ranks[n], size, limit))
+
+    def start_weight_sync(self) -> Callable[[], Any]:
+        """See `RolloutEngine.start_weight_sync`."""
+        return self._begin(lambda engine, _: engine.start_weight_sync())
+
+    def load_weight_bucket(self, bucket: Bucket) -> Callable[[], Any]:
+        """See `RolloutEngine.load_weight_bucket`."""
+        return self._begin(lambda engine, _: engine.load_weight_bucket(bucket))
+
+    def finish_weight_sync(self) -> None:
+        """See `RolloutEngine.finish_weight_sync`."""
+        self._begin(lambda engine, _: engine.finish_weight_sync())()
+
+    def _begin(self, write: Callable[[RolloutEngine, int], Any]) -> Callable[[], list[Any]]:
+        """Call one method on every engine at once.
+
+        Args:
+            write: see `method_call`; the engine's number comes second
+
+        Returns:
+            A function that waits for the answers.
+        """
+        calls = [method_call(write, number) for number in range(len(self.actors))]
+        refs = [
+            getattr(actor, call.method).remote(*call.args, **call.kwargs)
+            for actor, call in zip(self.actors, calls, strict=True)
+        ]
+        return lambda: get_all(refs, calls[0].method, self.timeout_s)
 
 
 def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster) -> EngineSpec:
@@ -41,11 +110,11 @@ def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster)
 
 def start_engines(
     config: Config, spec: EngineSpec, placed: Cluster
-) -> tuple[list[Any], Callable[[], list[dict[str, Any]]]]:
+) -> tuple[Engines, Callable[[], list[dict[str, Any]]]]:
     """Begin loading every engine.
 
     Returns:
-        The actors, and a function that waits until all are ready and returns their capabilities.
+        The engines, and a function that waits until all are ready and returns their capabilities.
     """
     began = time.monotonic()
     started = [
@@ -61,22 +130,17 @@ def start_engines(
         logger.info("rollout engines are ready: %d, after %.0f s", len(started), taken)
         return capabilities
 
-    return [engine for engine, _ in started], wait_until_ready
+    return Engines([actor for actor, _ in started], config.cluster.call_timeout_s), wait_until_ready
 
 
-def call_all(engines: Sequence[Any], method: str, timeout_s: float, *args: Any) -> list[Any]:
-    """AwaitedCall ``method`` on every engine at once; see `answers`."""
-    return get_all([getattr(engine, method).remote(*args) for engine in engines], method, timeout_s)
-
-
-def get_all(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
+def get_all(refs: list[Any], method: str, timeout_s: float) -> list[Any]:
     """What the engines answered, in the order of ``refs``.
 
     Raises:
         ActorFailed: an engine raised, died, or is silent for longer than ``timeout_s``.
     """
-    key = f"cluster.{'start' if what == 'start' else 'call'}_timeout_s"
-    return failures.get_all(refs, AwaitedCall("rollout", what, key), timeout_s)
+    key = f"cluster.{'start' if method == 'start' else 'call'}_timeout_s"
+    return failures.get_all(refs, AwaitedCall("rollout", method, key), timeout_s)
 
 
 def _capture(config: Config, arch: Architecture) -> RouteCapture | None:

@@ -2,28 +2,94 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from rltrain.config.rollout import Transport
 from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.parallel.token_layout import TokenGrid, padded_lengths
 from rltrain.policy.types import Agreement, Scored, StageScored, Updated
 from rltrain.routing.flips import WideFlips, join_flips, sum_flips
+from rltrain.weights.sync.stream import Bucket
+
+if TYPE_CHECKING:  # see `WorkerGroup`
+    from rltrain.policy.worker import PolicyWorker  # noqa: F401  # ruff sees no base class
 
 
-class PolicyGroup(WorkerGroup):
+class PolicyGroup(WorkerGroup["PolicyWorker"]):
     """All policy workers as one."""
 
     role = "policy"
 
+    # The reference model; a checkpoint has it if it was refreshed, else it is the initial model
+
     @property
-    def stored(self) -> dict[str, tuple[str, str]]:
-        """A reference that was never refreshed is the model the run started from."""
-        refreshed = self._config.algorithm.kl.refresh_every > 0
-        reference = {"reference": ("save_reference", "load_reference")} if refreshed else {}
-        return super().stored | reference
+    def _saves_reference(self) -> bool:
+        return self._config.algorithm.kl.refresh_every > 0
+
+    @property
+    def folders(self) -> list[str]:
+        return [*super().folders, *(["reference"] if self._saves_reference else [])]
+
+    def save(self, checkpoint: Path) -> None:
+        super().save(checkpoint)
+        if self._saves_reference:
+            self._call(lambda worker: worker.save_reference(str(checkpoint / "reference")))
+
+    def load(self, checkpoint: Path) -> None:
+        super().load(checkpoint)
+        if self._saves_reference:
+            self._call(lambda worker: worker.load_reference(str(checkpoint / "reference")))
+
+    def refresh_reference(self) -> None:
+        """See `PolicyWorker.refresh_reference`."""
+        self._call(lambda worker: worker.refresh_reference())
+
+    # Weights
+
+    def save_weights(self, folder: str) -> None:
+        """See `PolicyWorker.save_weights`."""
+        self._call(lambda worker: worker.save_weights(folder))
+
+    def export(self, path: str, dtype: str) -> None:
+        """See `PolicyWorker.export`."""
+        self._call(lambda worker: worker.export(path, dtype))
+
+    def export_for_engine(self, path: str) -> None:
+        """See `PolicyWorker.export_for_engine`."""
+        self._call(lambda worker: worker.export_for_engine(path))
+
+    def device_names(self) -> list[str]:
+        """By rank; see `PolicyWorker.device_name`."""
+        return self._call(lambda worker: worker.device_name())
+
+    def join_group(self, file: str, size: int) -> None:
+        """See `PolicyWorker.join_group`."""
+        self._call(lambda worker: worker.join_group(file, size))
+
+    def begin_weight_stream(
+        self, dtype: str, transport: Transport, receivers: Sequence[str]
+    ) -> None:
+        """See `PolicyWorker.begin_weight_stream`."""
+        self._call(lambda worker: worker.begin_weight_stream(dtype, transport, receivers))
+
+    def next_weight_buckets(self) -> list[Bucket]:
+        """One from each rank that sends; empty after the last. See `BucketStream.next_bucket`."""
+        buckets = self._call(lambda worker: worker.next_weight_bucket())
+        return [bucket for bucket in buckets if bucket is not None]
+
+    def end_weight_stream(self) -> None:
+        """See `PolicyWorker.end_weight_stream`."""
+        self._call(lambda worker: worker.end_weight_stream())
+
+    # A step
+
+    def native_losses(self) -> list[str]:
+        """See `PolicyWorker.native_losses`; every rank has the same."""
+        return self._call(lambda worker: worker.native_losses())[0]
 
     def score(
         self,
@@ -34,7 +100,11 @@ class PolicyGroup(WorkerGroup):
         of: Literal["policy", "reference"] = "policy",
     ) -> Scored:
         """Log-probabilities of the whole batch; see `PolicyWorker.score`."""
-        answers = self._ask("score", routing=routing, measure=measure, record=record, of=of)
+        answers = self._score(
+            lambda worker, plan: worker.score(
+                plan, routing=routing, measure=measure, record=record, of=of
+            )
+        )
         shards = [merge_stages(stages) for stages in answers]
         logprobs = self._unshard([scored.logprobs for scored in shards])
         found = [scored.agreement for scored in shards if scored.agreement is not None]
@@ -53,11 +123,16 @@ class PolicyGroup(WorkerGroup):
             fields: token fields of the whole batch that `begin_step` did not have  # [N] each
             kl_coef: see `PolicyWorker.update`
         """
-        return self._update(fields, routing=routing, kl_coef=kl_coef)
+        return self._update(
+            fields,
+            lambda worker, plan, shard: worker.update(
+                plan, shard, routing=routing, kl_coef=kl_coef
+            ),
+        )
 
     def wide_flips(self, narrow: Mapping[int, int]) -> WideFlips:
         """Of the whole batch; see `PolicyWorker.wide_flips`."""
-        answers = self._by_dp_rank(self.call("wide_flips", narrow))
+        answers = self._by_dp_rank(self._call(lambda worker: worker.wide_flips(narrow)))
         found = [
             replace(part, rows=self._batch.token_index(rows).numpy()[part.rows])
             for rows, stages in zip(self._plan.shards, answers, strict=True)

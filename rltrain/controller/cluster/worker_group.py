@@ -4,7 +4,8 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import ray
 import torch
@@ -13,15 +14,23 @@ from torch import Tensor
 from rltrain.actors.failures import AwaitedCall, get_all
 from rltrain.batch import Batch
 from rltrain.config import Config
+from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
-from rltrain.data.packing import Plan, StepPlan, mini_batch_sizes, plan_step
+from rltrain.data.packing import StepPlan, mini_batch_sizes, plan_step
 from rltrain.policy.actor import ModelActor, Role
-from rltrain.policy.types import Updated
+from rltrain.policy.types import Plan, Updated
+
+if TYPE_CHECKING:  # the workers' classes import Megatron, which the controller does not need
+    from rltrain.policy.megatron_worker import MegatronWorker
+    from rltrain.policy.offload import Part
 
 logger = logging.getLogger(__name__)
 
+Worker = TypeVar("Worker", bound="MegatronWorker")
+R = TypeVar("R")
 
-class WorkerGroup:
+
+class WorkerGroup(Generic[Worker]):
     """Calls every worker at once and puts their answers back in the order of the batch."""
 
     role: ClassVar[Role]
@@ -40,23 +49,25 @@ class WorkerGroup:
         began = time.monotonic()
         self._answers("start", [worker.start.remote() for worker in self._workers])
         logger.info("the %s is loaded, after %.0f s", self.role, time.monotonic() - began)
-        self._dp_ranks = [place["dp_rank"] for place in self.call("place")]
+        self._dp_ranks = [place["dp_rank"] for place in self._call(lambda worker: worker.place())]
 
-    @property
-    def stored(self) -> dict[str, tuple[str, str]]:
-        """Folders of a checkpoint, and the workers' methods that write and read them."""
-        return {self.role: ("save", "load")}
+    def _call(self, write: Callable[[Worker], R]) -> list[R]:
+        """Call one method on every worker with the same arguments; results by rank.
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """AwaitedCall ``method`` on every worker with the same arguments; results by rank."""
-        return self._gather(method, lambda _: (args, kwargs))
+        Args:
+            write: see `method_call`
+        """
+        return self._call_by_rank(lambda worker, _: write(worker))
 
-    def _gather(self, method: str, arguments: Callable[[int], Any]) -> list[Any]:
-        refs = []
-        for rank, worker in enumerate(self._workers):
-            args, kwargs = arguments(rank)
-            refs.append(worker.call.remote(method, *args, **kwargs))
-        return self._answers(method, refs)
+    def _call_by_rank(self, write: Callable[[Worker, int], R]) -> list[R]:
+        """As `_call`, where the arguments depend on the rank. Object references in them reach the
+        worker as the objects."""
+        calls = [method_call(write, rank) for rank in range(len(self._workers))]
+        refs = [
+            worker.call.remote(call.method, *call.args, **call.kwargs)
+            for worker, call in zip(self._workers, calls, strict=True)
+        ]
+        return self._answers(calls[0].method, refs)
 
     def _answers(self, method: str, refs: list[Any]) -> list[Any]:
         return get_all(refs, AwaitedCall(self.role, method), self._timeout)
@@ -65,6 +76,29 @@ class WorkerGroup:
         """End the workers; their GPUs and memory are free for others."""
         for worker in self._workers:
             ray.kill(worker)
+
+    # Memory and checkpoints
+
+    def offload(self, parts: "Sequence[Part]") -> None:
+        """See `MegatronWorker.offload`."""
+        self._call(lambda worker: worker.offload(parts))
+
+    def onload(self, parts: "Sequence[Part]") -> None:
+        """See `MegatronWorker.onload`."""
+        self._call(lambda worker: worker.onload(parts))
+
+    @property
+    def folders(self) -> list[str]:
+        """Of a checkpoint, those that `save` fills."""
+        return [self.role]
+
+    def save(self, checkpoint: Path) -> None:
+        """Write parameters and optimizer state into the empty `folders` of a checkpoint."""
+        self._call(lambda worker: worker.save(str(checkpoint / self.role)))
+
+    def load(self, checkpoint: Path) -> None:
+        """Read what `save` wrote."""
+        self._call(lambda worker: worker.load(str(checkpoint / self.role)))
 
     # A step
 
@@ -81,19 +115,24 @@ class WorkerGroup:
             scoring_tokens=self._config.policy.scoring_tokens,
         )
         shards = [ray.put(batch.select(rows)) for rows in self._plan.shards]
-        self._gather("begin_step", lambda rank: ((shards[self._dp_ranks[rank]],), {}))
+        self._call_by_rank(lambda worker, rank: worker.begin_step(shards[self._dp_ranks[rank]]))
 
-    def _ask(self, method: str, **options: Any) -> list[list[Any]]:
-        """Have every worker answer about its shard, in scoring's micro-batches.
+    def _score(self, write: Callable[[Worker, Plan], R | None]) -> list[list[R]]:
+        """Have every worker compute on its shard, in scoring's micro-batches.
 
         Returns:
-            For each shard the answers of the ranks that spoke for it.
+            For each shard the answers of its output ranks.
         """
         plan = self._plan.scoring
-        answers = self._gather(method, lambda rank: ((plan[self._dp_ranks[rank]],), options))
-        return self._by_dp_rank(answers)
+        return self._by_dp_rank(
+            self._call_by_rank(lambda worker, rank: write(worker, plan[self._dp_ranks[rank]]))
+        )
 
-    def _update(self, fields: dict[str, Tensor], **options: Any) -> list[Updated]:
+    def _update(
+        self,
+        fields: dict[str, Tensor],
+        write: Callable[[Worker, Plan, dict[str, Tensor]], Updated | None],
+    ) -> list[Updated]:
         """One optimizer update per mini-batch that has a token in the loss.
 
         The others are left out: a gradient of zero would still move the parameters, by Adam's
@@ -101,7 +140,7 @@ class WorkerGroup:
 
         Args:
             fields: token fields of the whole batch that `begin_step` did not have  # [N] each
-            options: of the workers' ``update``
+            write: the worker's ``update`` of a plan and the fields of its shard
         """
         batch = self._batch.with_fields(**fields)
         (weights,) = batch.require("loss_weights")
@@ -111,23 +150,28 @@ class WorkerGroup:
         tokens = [int(lens.sum()) for lens in batch.seq_lens.split(sizes)]
         counted = [bool((part != 0).any()) for part in weights.split(tokens)]
         return [
-            self._update_once(plan, sent, options)
+            self._update_once(plan, sent, write)
             for plan, counts in zip(self._plan.updates, counted, strict=True)
             if counts
         ]
 
-    def _update_once(self, plan: Plan, sent: Sequence[Any], options: dict[str, Any]) -> Updated:
+    def _update_once(
+        self,
+        plan: Sequence[Plan],
+        sent: Sequence[Any],
+        write: Callable[[Worker, Plan, dict[str, Tensor]], Updated | None],
+    ) -> Updated:
         """``plan`` and ``sent`` are by data-parallel rank."""
 
-        def arguments(rank: int) -> Any:
+        def of_rank(worker: Worker, rank: int) -> Updated | None:
             shard = self._dp_ranks[rank]
-            return (plan[shard], sent[shard]), options
+            return write(worker, plan[shard], sent[shard])
 
-        return _add([a for a in self._gather("update", arguments) if a is not None])
+        return _add([a for a in self._call_by_rank(of_rank) if a is not None])
 
-    def _by_dp_rank(self, answers: Sequence[Any]) -> list[list[Any]]:
-        """For each shard the answers of the ranks that spoke for it."""
-        shards: dict[int, list[Any]] = {dp_rank: [] for dp_rank in sorted(set(self._dp_ranks))}
+    def _by_dp_rank(self, answers: Sequence[R | None]) -> list[list[R]]:
+        """For each shard the answers of its output ranks."""
+        shards: dict[int, list[R]] = {dp_rank: [] for dp_rank in sorted(set(self._dp_ranks))}
         for dp_rank, answer in zip(self._dp_ranks, answers, strict=True):
             if answer is not None:
                 shards[dp_rank].append(answer)

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.controller.cluster import colocation as turns
 from rltrain.controller.cluster.colocation import Colocation
-from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.tracking.timers import StepTimer
 
 PARTS = ("parameters", "gradients", "optimizer", "reference")
@@ -22,27 +20,27 @@ class Memory:
     kept: set[str] = field(default_factory=set)
     """What engines that sleep can bring back."""
 
-    def move(self, who: str, method: str, parts: Sequence[str]) -> None:
+    def onload(self, who: str, parts: Sequence[str]) -> None:
         named = {f"{who} {part}" for part in parts}
-        if method == "onload":
-            assert not named & self.there
-            self.there |= named
-        else:
-            assert method == "offload" and named <= self.there, f"{named} of {self.there}"
-            self.there -= named
+        assert not named & self.there
+        self.there |= named
         self.check()
 
-    def call_all(
-        self, engines: Sequence[Any], method: str, timeout_s: float, argument: Any
-    ) -> None:
-        assert engines == ["engine"] and timeout_s == 9
-        if method == "sleep":
-            assert {"weights", "kv_cache"} <= self.there
-            self.there -= {"weights", "kv_cache"}
-            self.kept = {"weights"} if argument == 1 else set()
-        else:
-            assert method == "wake" and not set(argument) & self.there
-            self.there |= set(argument)
+    def offload(self, who: str, parts: Sequence[str]) -> None:
+        named = {f"{who} {part}" for part in parts}
+        assert named <= self.there, f"{named} of {self.there}"
+        self.there -= named
+        self.check()
+
+    def sleep(self, level: int) -> None:
+        assert {"weights", "kv_cache"} <= self.there
+        self.there -= {"weights", "kv_cache"}
+        self.kept = {"weights"} if level == 1 else set()
+        self.check()
+
+    def wake(self, parts: Sequence[str]) -> None:
+        assert not set(parts) & self.there
+        self.there |= set(parts)
         self.check()
 
     def check(self) -> None:
@@ -53,13 +51,23 @@ class Memory:
             assert learners <= {"policy parameters"}
 
 
-class Group(WorkerGroup):
-    def __init__(self, name: str, memory: Memory) -> None:
-        self.name, self.memory = name, memory
+@dataclass
+class Group:
+    name: str
+    memory: Memory
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        self.memory.move(self.name, method, *args)
-        return []
+    def onload(self, parts: Sequence[str]) -> None:
+        self.memory.onload(self.name, parts)
+
+    def offload(self, parts: Sequence[str]) -> None:
+        self.memory.offload(self.name, parts)
+
+
+def colocation(memory: Memory, *names: str, colocated: bool) -> Colocation:
+    """Of groups and engines that have nothing but memory."""
+    policy, *critic = (Group(name, memory) for name in names)
+    groups: Any = policy, (critic[0] if critic else None), memory
+    return Colocation(colocated, *groups)
 
 
 def learners(*names: str) -> set[str]:
@@ -67,14 +75,10 @@ def learners(*names: str) -> set[str]:
 
 
 @pytest.mark.parametrize("has_critic", [False, True])
-def test_learners_and_engines_are_never_there_at_once(
-    has_critic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learners_and_engines_are_never_there_at_once(has_critic: bool) -> None:
     names = ("policy", "critic") if has_critic else ("policy",)
     memory = Memory(learners(*names))
-    monkeypatch.setattr(turns, "call_all", memory.call_all)
-    policy, *critic = (Group(name, memory) for name in names)
-    taken = Colocation(True, policy, critic[0] if critic else None, ["engine"], 9)
+    taken = colocation(memory, *names, colocated=True)
     engines = {"weights", "kv_cache"}
 
     timer = StepTimer()
@@ -103,9 +107,7 @@ def test_learners_and_engines_are_never_there_at_once(
 
 
 def test_nobody_waits_where_nothing_is_shared() -> None:
-    memory = Memory()
-    policy = Group("policy", memory)
-    taken = Colocation(False, policy, None, [object()], 9)  # that no method can be called on
+    taken = colocation(Memory(), "policy", colocated=False)  # any call would find nothing there
     timer = StepTimer()
     taken.to_training(timer, will_sync=True)
     with taken.weight_sync(timer):

@@ -149,7 +149,7 @@ def test_wide_flips_are_told_by_where_their_tokens_lie_in_the_batch() -> None:
         layers = np.full(len(own), rank % 2)
         return WideFlips(rows, layers, np.zeros_like(rows), np.asarray(own))
 
-    group.call = lambda method, narrow: [of_rank(rank) for rank in range(4)]  # type: ignore[method-assign]
+    group._call = lambda write: [of_rank(rank) for rank in range(4)]  # type: ignore[method-assign]
     found = group.wide_flips({})
     starts = [0, 4, 6, 9]
     assert found.rows.tolist() == [start for start in starts for _ in range(2)]

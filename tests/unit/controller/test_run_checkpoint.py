@@ -42,20 +42,21 @@ STATE = {"model": MODEL, "prompts": {"position": 5}}
 class Group:
     """Stores one number in a file."""
 
-    stored: ClassVar = {"policy": ("save", "load")}
+    folders: ClassVar = ["policy"]
 
     def __init__(self, value: int = 0, error: Exception | None = None) -> None:
         self.value, self.error = value, error
 
-    def call(self, method: str, folder: str) -> list[Any]:
-        file = Path(folder) / "value.distcp"
-        if method == "load":
-            self.value = int(file.read_text())
-            return []
-        file.write_text(str(self.value))
+    def save(self, checkpoint: Path) -> None:
+        self.save_weights(str(checkpoint / "policy"))
+
+    def save_weights(self, folder: str) -> None:
+        (Path(folder) / "value.distcp").write_text(str(self.value))
         if self.error is not None:
             raise self.error
-        return []
+
+    def load(self, checkpoint: Path) -> None:
+        self.value = int((checkpoint / "policy/value.distcp").read_text())
 
 
 def written(run: Path, *steps: int, keep: int = 10) -> list[Path]:
