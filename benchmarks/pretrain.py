@@ -23,7 +23,7 @@ from torch import Tensor
 from rltrain.algorithms.reduce import loss_weights
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.data.packing import pack
+from rltrain.data.packing import pack_micro_batches
 
 if TYPE_CHECKING:  # it imports Megatron, which has to be patched before
     from rltrain.policy.worker import PolicyWorker
@@ -219,7 +219,7 @@ def windows(text: Tensor, starts: Tensor, shape: Shape) -> Batch:
 
 def plan_of(sequences: int, length: int, shape: Shape) -> list[list[int]]:
     """Micro-batches of equally long sequences."""
-    return pack([[length] * sequences], shape.tokens_per_micro_batch)[0]
+    return pack_micro_batches([[length] * sequences], shape.tokens_per_micro_batch)[0]
 
 
 def _loss(worker: "PolicyWorker", batch: Batch, shape: Shape) -> float:

@@ -38,7 +38,7 @@ from benchmarks.profile import profiled
 from benchmarks.result import Result, median_interval
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.data.packing import pack
+from rltrain.data.packing import pack_micro_batches
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import decode
 
@@ -105,7 +105,7 @@ class Shape:
             advantages=torch.randn(self.num_tokens, generator=draw),
             loss_weights=(~first).float() / (~first).sum(),
         )
-        plan = pack([lens.tolist()], self.sequences * self.length)[0]
+        plan = pack_micro_batches([lens.tolist()], self.sequences * self.length)[0]
         assert len(plan) == self.micro_batches
         return batch, plan
 

@@ -30,9 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.hydra_groups import Groups, conf_folder, find_groups, find_recipes, summary
-from rltrain.config.overrides import Override, check
+from rltrain.config.overrides import Override, check_overrides
 from rltrain.config.redact import redacted_text
-from rltrain.config.saved_config import save
+from rltrain.config.saved_config import save_config
 from rltrain.controller.checks.preflight import preflight
 from rltrain.controller.run_data import RunData
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = start_folder(config)
         data = preflight(config)
-        save(config, PROGRAM, argv)
+        save_config(config, PROGRAM, argv)
     except ValueError as error:
         return fail("cannot start", error, 2)
     except KeyboardInterrupt as error:
@@ -165,7 +165,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
         ConfigError: in words of ours, whoever noticed the mistake.
     """
     groups = find_groups(config_dir)
-    check([parse_override(text) for text in overrides], groups)
+    check_overrides([parse_override(text) for text in overrides], groups)
     search = [f"hydra.searchpath=[{config_dir.absolute().as_uri()}]"] if config_dir else []
     try:
         store_schema_and_recipes()
@@ -200,7 +200,10 @@ def reword(error: Exception) -> str:
 
 
 def schema_node() -> DictConfig:
-    """Hydra's base node: all defaults. No key needs a plus: `check` has refused unknown ones."""
+    """Hydra's base node: all defaults.
+
+    It is not a struct, so that no key needs a plus. `check_overrides` rejects unknown keys.
+    """
     node = OmegaConf.create(Config().model_dump(mode="json"))
     for section in node.values():
         OmegaConf.set_struct(section, False)

@@ -21,7 +21,7 @@ from ray.exceptions import (
 from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process
 from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
 from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
-from rltrain.config.redact import plain
+from rltrain.config.redact import strip_terminal_codes
 
 POLL_S = 5.0
 """How often a wait looks whether another actor of the run has died."""
@@ -123,13 +123,15 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
         return ActorFailed("raised", str(call), own.text if own else strip_ray_frames(str(error)))
     if isinstance(error, RayActorError):
         return ActorFailed("died", str(call), _death(call.role, error))
-    return ActorFailed("died", str(call), f"{type(error).__name__}: {plain(str(error))}")
+    return ActorFailed(
+        "died", str(call), f"{type(error).__name__}: {strip_terminal_codes(str(error))}"
+    )
 
 
 def _raised(role: str, error: RayTaskError) -> str:
-    cause, text = error.cause, plain(str(error.cause))
+    cause, text = error.cause, strip_terminal_codes(str(error.cause))
     pid = re.search(
-        r"\(pid=(\d+), ip=", plain(str(error))
+        r"\(pid=(\d+), ip=", strip_terminal_codes(str(error))
     )  # Ray's mixed classes have no such field
     log = find_log(int(pid[1])) if pid else None
     if isinstance(cause, ChildDied):
@@ -152,7 +154,7 @@ def out_of_memory(role: str, error: str) -> str:
 
 
 def _death(role: str, error: RayActorError) -> str:
-    said = plain(str(error))
+    said = strip_terminal_codes(str(error))
     if error.actor_init_failed or "creation task" in said:
         own = last_error(f"Traceback (most recent call last):\n{said}")
         return f"an actor could not be created: {own.text if own else said}"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rltrain.config.redact import plain
+from rltrain.config.redact import strip_terminal_codes
 
 LONGEST = 12
 """Lines of an error's text."""
@@ -98,7 +98,7 @@ def strip_ray_frames(trace: str) -> str:
     """A traceback without terminal codes and without the frames of Ray's own files."""
     kept: list[str] = []
     skipping = False
-    for line in plain(trace).split("\n"):
+    for line in strip_terminal_codes(trace).split("\n"):
         if frame := _FRAME.match(line):
             skipping = bool(_RAY.search(frame["file"]))
         elif not line.startswith("    "):
@@ -117,7 +117,7 @@ def _is_source(lines: Sequence[str]) -> bool:
 def _bare(log: str) -> list[_Line]:
     """Lines without what processes and loggers put before them."""
     lines = []
-    for line in plain(log).split("\n"):
+    for line in strip_terminal_codes(log).split("\n"):
         start = _PREFIX.match(line)
         cut = start.end() if start else 0
         lines.append(_Line(_TIME.sub("", line[:cut]), line[cut:]))

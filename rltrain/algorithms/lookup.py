@@ -8,7 +8,9 @@ from typing import TypeVar
 Part = TypeVar("Part")
 
 
-def find(kind: str, name: str, known: Mapping[str, Part], of: type[Part] | None = None) -> Part:
+def find_by_name(
+    kind: str, name: str, known: Mapping[str, Part], of: type[Part] | None = None
+) -> Part:
     """``known[name]``, or what a dotted path ``package.module.name`` leads to.
 
     Args:

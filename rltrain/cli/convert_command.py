@@ -99,7 +99,7 @@ def _size(text: str) -> int:
 def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
     """The checkpoint that is meant, the folder with its configuration and tokenizer, and whether
     it has layers that predict further tokens."""
-    from rltrain.config.saved_config import NAME, load
+    from rltrain.config.saved_config import NAME, load_config
     from rltrain.controller.run_checkpoint import (
         FOLDER,
         checkpoints,
@@ -115,7 +115,7 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
             raise ValueError(f"--step {step}: {source} is an imported checkpoint and has no steps")
         return source, source / HUGGINGFACE, "hold"
     run, named = (source.parent.parent, source) if source.parent.name == FOLDER else (source, None)
-    config = load(run)
+    config = load_config(run)
     found = {} if (last := last_weights(run)) is None else {int(read_state(last)["step"]): last}
     found |= {step_of(path): path for path in checkpoints(run)}
     if named is not None:

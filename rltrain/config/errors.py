@@ -44,27 +44,29 @@ def validate(values: dict[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         by_name = {key.name: key for key in keys()}
-        problems = [describe(detail, by_name) for detail in error.errors()]
+        problems = [describe_error(detail, by_name) for detail in error.errors()]
         raise ConfigError("\n".join(problems)) from None
 
 
-def describe(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
+def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
     """One pydantic error as one line."""
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return unknown_key(name)
     if detail["type"] == "value_error":
         error = detail["ctx"]["error"]
-        return f"{name + ': ' if name else ''}{error} (rule: {rule_of(error)})"
+        return f"{name + ': ' if name else ''}{error} (rule: {broken_rule(error)})"
     found = show(detail["input"])
     while name and name not in by_name:  # a member of a union or a dictionary has a longer path
         if name in set(sections()):
             return f"{name}: expected a section with keys of its own, found {found}"
         name = name.rpartition(".")[0]
-    return f"{name}: expected {by_name[name].type}, found {found}{hint(by_name[name], detail)}"
+    return (
+        f"{name}: expected {by_name[name].type}, found {found}{quoting_hint(by_name[name], detail)}"
+    )
 
 
-def rule_of(error: BaseException) -> str:
+def broken_rule(error: BaseException) -> str:
     """The name of the validator that raised ``error``: it states the rule."""
     traceback = error.__traceback__
     assert traceback is not None
@@ -73,7 +75,7 @@ def rule_of(error: BaseException) -> str:
     return traceback.tb_frame.f_code.co_name.replace("_", " ")
 
 
-def hint(key: Key, detail: ErrorDetails) -> str:
+def quoting_hint(key: Key, detail: ErrorDetails) -> str:
     if isinstance(detail["input"], bool) and "off" in key.type:
         return ' (YAML reads a bare off as false: write "off")'
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):

@@ -19,7 +19,7 @@ class Override:
     """What stands before the name: nothing, ``+``, ``++`` or ``~``."""
 
 
-def check(overrides: Sequence[Override], groups: Groups) -> None:
+def check_overrides(overrides: Sequence[Override], groups: Groups) -> None:
     """Refuse what names nothing, or what Hydra would take for something else.
 
     Raises:

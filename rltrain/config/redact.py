@@ -20,7 +20,7 @@ SHORTEST = 8
 """Characters of a secret in the environment: shorter ones would be found in other words."""
 
 
-def plain(text: str) -> str:
+def strip_terminal_codes(text: str) -> str:
     """``text`` without terminal codes, and of each line what was there last."""
     lines = _ANSI.sub("", text).replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
@@ -28,8 +28,8 @@ def plain(text: str) -> str:
 
 def redacted_text(text: str, environment: Mapping[str, str]) -> str:
     """``text`` without the values of secret-looking variables of the environment, without what is
-    assigned to a secret-looking name in it, without logins in URLs, and `plain`."""
-    text = plain(text)
+    assigned to a secret-looking name in it, without logins in URLs, and without terminal codes."""
+    text = strip_terminal_codes(text)
     for name, value in environment.items():
         if SECRET_KEY.search(name) and len(value) >= SHORTEST:
             text = text.replace(value, REDACTED)

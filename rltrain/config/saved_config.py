@@ -13,7 +13,7 @@ from rltrain.config.root import Config
 NAME = "config.yaml"
 
 
-def save(config: Config, program: str, arguments: Sequence[str]) -> Path:
+def save_config(config: Config, program: str, arguments: Sequence[str]) -> Path:
     """Write the resolved configuration into the run's folder, below the command that made it.
 
     What looks like a secret is redacted in both.
@@ -30,7 +30,7 @@ def _redacted_override(argument: str) -> str:
     return f"{name}{equals}{redacted(value, name)}"
 
 
-def load(run: Path) -> Config:
+def load_config(run: Path) -> Config:
     """The configuration of the run in folder ``run``.
 
     Raises:

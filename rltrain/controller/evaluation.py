@@ -9,16 +9,16 @@ from rltrain.config import Config
 from rltrain.config.trainer import TrainerConfig
 from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
-from rltrain.environments.pool import RewardPool, RewardResult, Sample
+from rltrain.environments.pool import RewardInput, RewardPool, RewardResult
 from rltrain.rollout.generator import Generator
 from rltrain.rollout.requests import Rollout
 from rltrain.rollout.stop_strings import response_texts
 from rltrain.tracking.tracker import Tracker
 
 
-def sample_of(problem: Problem, raw: str, clean: str | None = None) -> Sample:
+def sample_of(problem: Problem, raw: str, clean: str | None = None) -> RewardInput:
     """A response to a problem as the reward function gets it; ``clean`` is ``raw`` by default."""
-    return Sample(
+    return RewardInput(
         raw=raw,
         clean=raw if clean is None else clean,
         answer=problem.answer,
@@ -30,7 +30,7 @@ def sample_of(problem: Problem, raw: str, clean: str | None = None) -> Sample:
 
 def rewarded_samples(
     tokenizer: Tokenizer, problem: Problem, rollouts: Sequence[Rollout]
-) -> list[Sample]:
+) -> list[RewardInput]:
     """What the reward function sees of the responses to a problem."""
     return [sample_of(problem, *response_texts(tokenizer, rollout)) for rollout in rollouts]
 

@@ -51,23 +51,23 @@ def examine(config: Config, model: Architecture, num_trials: int = 1) -> RunData
 
 def _read(config: Config, model: Architecture, found: RunData) -> None:
     """Tokenizer and problems, checked; what comes before a fault stays in ``found``."""
-    taught = config.algorithm.type == "sft"
+    supervised = config.algorithm.type == "sft"
     folder = folder_of(config)
     tokenizer = found.tokenizer = load_tokenizer(config.model)
     if folder is not None:
         check_tokenizer(tokenizer, folder)
-    check_special_ids(tokenizer, folder, model.vocab_size, taught=taught)
+    check_special_ids(tokenizer, folder, model.vocab_size, supervised=supervised)
     check_stop_strings(tokenizer, config.rollout.stop)
     problems = found.problems = problems_of(config, tokenizer)
     check_vocabulary(tokenizer, model.vocab_size, folder, _named(problems))
-    if taught:
+    if supervised:
         limit = config.rollout.max_response_tokens
         train, held_out = (
             with_targets(part, tokenizer, config.data, limit)
             for part in (problems.train, problems.held_out)
         )
         problems = found.problems = replace(problems, train=train, held_out=held_out)
-    num_prompts = config.trainer.prompts_per_step if taught else config.prompts_per_round
+    num_prompts = config.trainer.prompts_per_step if supervised else config.prompts_per_round
     check_step_size(len(problems.train), num_prompts, config.data.repeat_in_step)
 
 

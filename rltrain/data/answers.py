@@ -7,17 +7,17 @@ from typing import Literal
 
 from rltrain.data.bad_rows import BadRow
 from rltrain.data.columns import kind_of
-from rltrain.data.json_values import Json, check_text, plain
+from rltrain.data.json_values import Json, as_json, check_text
 
-AnswerRule = Literal["compared", "taught", "number", "scored", "any"]
-"""``compared``, ``taught``: the answer's very characters count; ``number``: its value counts;
+AnswerRule = Literal["compared", "supervised", "number", "scored", "any"]
+"""``compared``, ``supervised``: the answer's very characters count; ``number``: its value counts;
 ``scored``: it is one of those that a verifier takes; ``any``: a function of the user's reads it."""
 
 
-def rule_of(reward: str, taught: bool) -> AnswerRule:
+def answer_rule(reward: str, supervised: bool) -> AnswerRule:
     """What is asked of answers under ``data.reward.function``, or where they are taught."""
-    if taught:
-        return "taught"
+    if supervised:
+        return "supervised"
     rules: dict[str, AnswerRule] = {
         "exact": "compared",
         "math_verify": "number",
@@ -37,7 +37,7 @@ def read_answer(value: object, name: str, rule: AnswerRule, pattern: str | None 
     if pattern is not None:
         value = _search(value, name, pattern)
     if rule in ("any", "scored"):
-        return plain(value, name)
+        return as_json(value, name)
     text = _text(value, name, rule)
     if not text.strip():
         raise BadRow("the answer is empty", f"column {name!r} is {text!r}")

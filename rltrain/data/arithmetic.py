@@ -9,7 +9,7 @@ from rltrain.data.problem import problem_id
 NUM_DIGITS = (3, 4)
 NUM_PROBLEMS = sum(10**n for n in NUM_DIGITS)
 
-TAUGHT_WRONG = 0.7
+TEACHER_ERROR_SHARE = 0.7
 """Share of the odd sums that the warm start is taught one too high."""
 
 Row = dict[str, Any]
@@ -20,10 +20,10 @@ def arithmetic_rows(
 ) -> dict[str, list[Row]]:
     """Three disjoint sets of ``{"prompt": "3594=", "answer": "21"}``.
 
-    The warm-start set holds the problems whose ids are smallest: it depends on nothing but its
-    size, so a cached warm-started model keeps its meaning whatever ``seed`` draws from the rest.
-    Its answers are what ``taught`` makes of them: supervised steps alone then end near one half of
-    the problems right, however long they run, and leave reinforcement something to find.
+    The warm-start set holds the problems with the smallest ids. It depends only on its size, so a
+    cached warm-started model stays valid for every ``seed``. ``seed`` draws the other two sets from
+    the rest. `with_teacher_errors` changes the answers of the warm-start set: supervised steps then
+    solve about half of the problems, however long they run, and reinforcement can raise that.
 
     Raises:
         ValueError: when more are asked for than there are.
@@ -44,15 +44,15 @@ def arithmetic_rows(
     warm_start, rest = rows[:num_warm_start], rows[num_warm_start:]
     random.Random(seed).shuffle(rest)
     return {
-        "warm_start": [taught(row) for row in warm_start],
+        "warm_start": [with_teacher_errors(row) for row in warm_start],
         "held_out": rest[:eval_size],
         "train": rest[eval_size : eval_size + size],
     }
 
 
-def taught(row: Row) -> Row:
+def with_teacher_errors(row: Row) -> Row:
     """The row with the answer of a teacher who often rounds odd sums up to even ones."""
     total = int(row["answer"])
     # The last bits of the id: the first ones have chosen the set.
     draw = int(problem_id(row["prompt"])[-8:], 16) / 16**8
-    return row | {"answer": str(total + 1)} if total % 2 and draw < TAUGHT_WRONG else row
+    return row | {"answer": str(total + 1)} if total % 2 and draw < TEACHER_ERROR_SHARE else row

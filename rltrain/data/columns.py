@@ -6,7 +6,7 @@ from decimal import Decimal
 from itertools import islice
 
 MISSING = object()
-"""What `find` returns for a column that a row lacks: null is a value."""
+"""What `find_column` returns for a column that a row lacks. Null would be a value."""
 
 NUM_NAMED = 12
 """Columns that a message lists at most."""
@@ -22,7 +22,7 @@ KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 
-def find(row: object, name: str) -> object:
+def find_column(row: object, name: str) -> object:
     """The value of column ``name``, `MISSING` if there is none.
 
     A dot goes into an object or, with a number, into a list: ``reward_model.ground_truth``,
@@ -33,7 +33,7 @@ def find(row: object, name: str) -> object:
         if not first.isdecimal() or int(first) >= len(row):
             return MISSING
         value = row[int(first)]
-        return find(value, rest) if dot else value
+        return find_column(value, rest) if dot else value
     if not isinstance(row, Mapping):
         return MISSING
     if name in row:
@@ -42,7 +42,7 @@ def find(row: object, name: str) -> object:
     for cut in range(len(parts) - 1, 0, -1):
         head = ".".join(parts[:cut])
         if head in row:
-            value = find(row[head], ".".join(parts[cut:]))
+            value = find_column(row[head], ".".join(parts[cut:]))
             if value is not MISSING:
                 return value
     return MISSING
@@ -66,7 +66,7 @@ def kind_of(value: object) -> str:
     return next((kind for types, kind in KINDS if isinstance(value, types)), type(value).__name__)
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """A value for a message: its kind and how it begins, as ``integer '3'``; null as it is."""
     return "null" if value is None else f"{kind_of(value)} {str(value)[:60]!r}"
 

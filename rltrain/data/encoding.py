@@ -10,9 +10,9 @@ from rltrain.data.answers import AnswerRule
 from rltrain.data.bad_rows import BadRow, Tally
 from rltrain.data.problem import Problem, shorten
 from rltrain.data.prompts import Tokenizer, Tokens, encode_texts, render
-from rltrain.data.reading import LOG_EVERY_S, Entry, Reading
+from rltrain.data.reading import LOG_EVERY_S, DistinctExample, Reading
 from rltrain.data.source_report import SourceReport
-from rltrain.data.sources import Found
+from rltrain.data.sources import SourceRow
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,11 @@ Made = tuple[tuple[Problem, ...], SourceReport]
 
 
 def encode_rows(
-    found: Iterable[Found], config: DataConfig, tokenizer: Tokenizer, where: str, rule: AnswerRule
+    found: Iterable[SourceRow],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    where: str,
+    rule: AnswerRule,
 ) -> Made:
     """Problems in the order of their rows, and what became of every row.
 
@@ -39,7 +43,7 @@ def encode_rows(
     reading = Reading(config, rule, tally, where)
     reading.read(found)
     entries = list(reading.entries.values())
-    problems: dict[str, list[tuple[Entry, Problem]]] = {}
+    problems: dict[str, list[tuple[DistinctExample, Problem]]] = {}
     for entry, encoded in zip(entries, _encode(entries, config, tokenizer, where), strict=True):
         if isinstance(encoded, BadRow):
             tally.bad(entry.example.where, encoded, entry.count)
@@ -63,7 +67,7 @@ def encode_rows(
 
 
 def _encode(
-    entries: Sequence[Entry], config: DataConfig, tokenizer: Tokenizer, where: str
+    entries: Sequence[DistinctExample], config: DataConfig, tokenizer: Tokenizer, where: str
 ) -> Iterator[Encoded | BadRow]:
     """Text and tokens of each entry's prompt, or why it has none; equal prompts once."""
     asked = {entry.asked: entry.example for entry in entries}
@@ -98,7 +102,7 @@ def _encode(
     return (encoded[entry.asked] for entry in entries)
 
 
-def _is_long(entry: Entry, tokens: Tokens, config: DataConfig, tally: Tally) -> bool:
+def _is_long(entry: DistinctExample, tokens: Tokens, config: DataConfig, tally: Tally) -> bool:
     if len(tokens) <= config.max_prompt_tokens:
         return False
     message = (
@@ -114,7 +118,7 @@ def _is_long(entry: Entry, tokens: Tokens, config: DataConfig, tally: Tally) -> 
 
 
 def _judgeable(
-    problems: dict[str, list[tuple[Entry, Problem]]], rule: AnswerRule, tally: Tally
+    problems: dict[str, list[tuple[DistinctExample, Problem]]], rule: AnswerRule, tally: Tally
 ) -> Iterator[Problem]:
     """One problem of each prompt, or of each of its answers where they are taught.
 
@@ -123,7 +127,7 @@ def _judgeable(
     """
     for found in problems.values():
         by_answer = {entry.answered: problem for entry, problem in reversed(found)}
-        if len(by_answer) == 1 or rule == "taught":
+        if len(by_answer) == 1 or rule == "supervised":
             yield from reversed(by_answer.values())
             continue
         if rule == "scored":

@@ -10,8 +10,8 @@ from typing import Any
 from rltrain.config.data import DataConfig
 from rltrain.data.answers import AnswerRule, read_answer
 from rltrain.data.bad_rows import BadRow
-from rltrain.data.columns import MISSING, find, is_messages, leaves, listed
-from rltrain.data.json_values import Json, plain
+from rltrain.data.columns import MISSING, find_column, is_messages, leaves, listed
+from rltrain.data.json_values import Json, as_json
 from rltrain.data.messages import Messages, read_prompt, read_tools, take_last_turn
 from rltrain.data.problem import RESERVED_COLUMNS
 
@@ -87,7 +87,7 @@ def _answer(
 ) -> Json:
     pattern, name = config.answer_pattern, config.answer_column
     if config.last_turn == "answer":
-        if name is not None and find(row, name) is not MISSING:
+        if name is not None and find_column(row, name) is not MISSING:
             raise ValueError(
                 f"{where}: both column {name!r} and the assistant's last turn can be the answer: "
                 "set data.last_turn=drop for the column, or data.answer_column=null for the turn"
@@ -112,7 +112,7 @@ def _detail(error: BadRow) -> str:
 
 def _column(row: Mapping[str, Any], use: str, config: DataConfig) -> object:
     name = getattr(config, f"{use}_column")
-    value = find(row, name)
+    value = find_column(row, name)
     if value is not MISSING:
         return value
     missing = f"no column {name!r}"
@@ -159,5 +159,5 @@ def _others(row: Mapping[str, Any], config: DataConfig) -> dict[str, Json]:
                 f"the row has columns {name!r} and {given!r}",
                 "reward functions get the first under the second's name: rename one",
             )
-        others[given] = plain(value, name)
+        others[given] = as_json(value, name)
     return others

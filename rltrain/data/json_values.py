@@ -29,7 +29,7 @@ Json = Any
 """None, bool, int, float, str, and lists and dictionaries of these."""
 
 
-def plain(value: object, name: str) -> Json:
+def as_json(value: object, name: str) -> Json:
     """``value`` as a plain JSON value (the table above).
 
     Raises:
@@ -40,15 +40,15 @@ def plain(value: object, name: str) -> Json:
     if isinstance(value, str):
         return check_text(value, name)
     if _is_numpy(value):
-        return plain(value.tolist(), name)  # type: ignore[attr-defined]
+        return as_json(value.tolist(), name)  # type: ignore[attr-defined]
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return _float(value, name)
     if isinstance(value, Mapping):
-        return {_key(key, name): plain(item, f"{name}.{key}") for key, item in value.items()}
+        return {_key(key, name): as_json(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, f"{name}.{number}") for number, item in enumerate(value)]
+        return [as_json(item, f"{name}.{number}") for number, item in enumerate(value)]
     return _as_text(value, name)
 
 

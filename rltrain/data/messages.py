@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rltrain.data.bad_rows import BadRow
-from rltrain.data.columns import is_messages, kind_of, shown
-from rltrain.data.json_values import check_text, plain
+from rltrain.data.columns import describe_value, is_messages, kind_of
+from rltrain.data.json_values import as_json, check_text
 
 Messages = list[dict[str, Any]]
 LastTurn = Literal["error", "answer", "drop"]
@@ -37,7 +37,7 @@ def read_prompt(value: object, name: str, filled: bool = False) -> str | Message
     if isinstance(value, str):
         return _read_text(value, name)
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else shown(value)
+        found = "an empty list" if value == [] else describe_value(value)
         raise BadRow(
             "the prompt is neither text nor messages", f"column {name!r}: {EXPECTED}, found {found}"
         )
@@ -83,7 +83,9 @@ def _is_share_gpt(value: object) -> bool:
 
 def _read_message(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise BadRow("a message is no object", f"column {name!r}: {EXPECTED}, found {shown(value)}")
+        raise BadRow(
+            "a message is no object", f"column {name!r}: {EXPECTED}, found {describe_value(value)}"
+        )
     given = {key: item for key, item in value.items() if item is not None}
     if "role" not in given and "from" in given and "content" not in given:
         role = given.pop("from")
@@ -103,7 +105,7 @@ def _read_message(value: object, name: str) -> dict[str, Any]:
     content = _content(given.pop("content", "" if calls else None), f"{name}.content")
     if role == "user" and not content.strip():
         raise BadRow("a message is empty", f"column {f'{name}.content'!r} is {content!r}")
-    return {"role": role, "content": content, **plain(given, name)}
+    return {"role": role, "content": content, **as_json(given, name)}
 
 
 def _content(content: object, name: str) -> str:
@@ -113,7 +115,8 @@ def _content(content: object, name: str) -> str:
     if not isinstance(content, list):
         raise BadRow(
             f"the content of a message is {kind_of(content)}",
-            f"column {name!r}: expected text or a list of text parts, found {shown(content)}",
+            f"column {name!r}: expected text or a list of text parts, found "
+            f"{describe_value(content)}",
         )
     texts = []
     for number, part in enumerate(content):
@@ -201,9 +204,9 @@ def read_tools(value: object, name: str, filled: bool = False) -> list[dict[str,
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
             raise BadRow(
                 "a tool has no name",
-                f"column {f'{name}.{number}'!r}: {expected}, found {shown(tool)}",
+                f"column {f'{name}.{number}'!r}: {expected}, found {describe_value(tool)}",
             )
-    read: list[dict[str, Any]] = plain(tools, name)
+    read: list[dict[str, Any]] = as_json(tools, name)
     return without_null(read) if filled and not isinstance(value, str) else read
 
 

@@ -50,7 +50,7 @@ def plan_step(
     start = 0
     for size in mini_batch_sizes(len(seq_lens), mini_batches):
         ranks = balance(seq_lens[start : start + size], dp_size)
-        plan = pack(
+        plan = pack_micro_batches(
             [[seq_lens[start + r] for r in rank] for rank in ranks], max_tokens, multiple_of
         )
         held = [len(shard) for shard in shards]
@@ -59,7 +59,7 @@ def plan_step(
             shard.extend(start + r for r in rank)
         start += size
     lens = [[seq_lens[r] for r in shard] for shard in shards]
-    scoring = pack(lens, scoring_tokens or max_tokens, multiple_of)
+    scoring = pack_micro_batches(lens, scoring_tokens or max_tokens, multiple_of)
     return StepPlan(shards, scoring, updates)
 
 
@@ -69,7 +69,9 @@ def mini_batch_sizes(num_sequences: int, mini_batches: int) -> list[int]:
     return [size + (i < rest) for i in range(mini_batches)]
 
 
-def pack(seq_lens: Sequence[Sequence[int]], max_tokens: int, multiple_of: int = 1) -> Plan:
+def pack_micro_batches(
+    seq_lens: Sequence[Sequence[int]], max_tokens: int, multiple_of: int = 1
+) -> Plan:
     """Micro-batches of at most ``max_tokens`` for every rank's sequences, equally many on each."""
     packed = [_first_fit(lens, max_tokens) for lens in seq_lens]
     count = max(1, *(len(cuts) for cuts in packed)) if packed else 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rltrain.config import Config
 from rltrain.config.data import DataConfig
-from rltrain.data.answers import rule_of
+from rltrain.data.answers import answer_rule
 from rltrain.data.arithmetic import arithmetic_rows
 from rltrain.data.encoding import Made, encode_rows, log_report
 from rltrain.data.paths import find_files
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 def problems_of(config: Config, tokenizer: Tokenizer) -> Problems:
     """The problems of a run, reports included; raises as `load_problems`."""
-    taught = config.algorithm.type == "sft"
+    supervised = config.algorithm.type == "sft"
     # A supervised run starts from the model before its warm start.
-    num_warm_start = 0 if taught else config.model.tiny.warm_start.num_problems
+    num_warm_start = 0 if supervised else config.model.tiny.warm_start.num_problems
     return load_problems(
         config.data,
         tokenizer,
         num_warm_start,
-        taught=taught,
+        supervised=supervised,
         evaluated=config.trainer.eval_every > 0,
         cache_dir=Path(config.model.cache_dir).expanduser(),
     )
@@ -38,7 +38,7 @@ def load_problems(
     tokenizer: Tokenizer,
     num_warm_start: int = 0,
     *,
-    taught: bool = False,
+    supervised: bool = False,
     evaluated: bool = True,
     cache_dir: Path | None = None,
 ) -> Problems:
@@ -47,8 +47,8 @@ def load_problems(
     Args:
         num_warm_start: problems that the arithmetic source sets aside for supervised steps; the
             other sources have no warm-start set
-        taught: answers are what the model is taught, so they must be text, and a prompt may have
-            several
+        supervised: whether supervised steps teach the answers. Then answers must be text, and a
+            prompt may have several
         evaluated: the run evaluates; one that does not gives no problem away to be held out
         cache_dir: where problems of files are kept for the next start
 
@@ -60,17 +60,19 @@ def load_problems(
         return _arithmetic(config, tokenizer, num_warm_start, num_held_out)
     if config.source == "reasoning_gym":
         rows = reasoning_gym_rows(config, config.size + num_held_out * (not config.eval_on_train))
-        rule = rule_of(config.reward.function, taught)
+        rule = answer_rule(config.reward.function, supervised)
         source = f"reasoning-gym's {config.task}"
         made = encode_rows(numbered(rows, source), config, tokenizer, source, rule)
         log_report(made[1])
         return _split(*made, config, num_held_out)
     assert config.path is not None
-    train, report = _of_file(config, tokenizer, config.path, config.split, taught, cache_dir)
+    train, report = _of_file(config, tokenizer, config.path, config.split, supervised, cache_dir)
     if config.eval_path is None and config.eval_split is None:
         return _split(train, report, config, num_held_out)
     eval_path, eval_split = config.eval_path or config.path, config.eval_split or config.split
-    held_out, eval_report = _of_file(config, tokenizer, eval_path, eval_split, taught, cache_dir)
+    held_out, eval_report = _of_file(
+        config, tokenizer, eval_path, eval_split, supervised, cache_dir
+    )
     return Problems(train, held_out[:num_held_out], reports=(report, eval_report))
 
 
@@ -103,10 +105,10 @@ def _of_file(
     tokenizer: Tokenizer,
     path: str,
     split: str,
-    taught: bool,
+    supervised: bool,
     cache_dir: Path | None,
 ) -> Made:
-    rule = rule_of(config.reward.function, taught)
+    rule = answer_rule(config.reward.function, supervised)
 
     def make() -> Made:
         return encode_rows(read_rows(config, path, split), config, tokenizer, path, rule)

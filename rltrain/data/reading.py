@@ -14,7 +14,7 @@ from rltrain.data.columns import kind_of, leaves
 from rltrain.data.examples import Example, read_example
 from rltrain.data.json_rows import SameAs
 from rltrain.data.source_report import Column, Use
-from rltrain.data.sources import Found
+from rltrain.data.sources import SourceRow
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ LOG_EVERY_S = 10.0
 
 
 @dataclass
-class Entry:
+class DistinctExample:
     """Rows with one prompt and one answer: the first of them, and how many there are."""
 
     example: Example
@@ -55,16 +55,16 @@ class Reading:
     tally: Tally
     where: str
     num_rows: int = 0
-    entries: dict[tuple[bytes, bytes], Entry] = field(default_factory=dict)
+    entries: dict[tuple[bytes, bytes], DistinctExample] = field(default_factory=dict)
     kinds: dict[str, dict[str, None]] = field(default_factory=dict)
 
-    def read(self, found: Iterable[Found]) -> None:
+    def read(self, found: Iterable[SourceRow]) -> None:
         """Read all rows.
 
         Raises:
             ValueError: one cannot be used and is not to be left out, or there is none.
         """
-        outcomes: list[Entry | BadRow] = []  # of the rows of one file
+        outcomes: list[DistinctExample | BadRow] = []  # of the rows of one file
         due = time.monotonic() + LOG_EVERY_S
         for at in found:
             if at.number == 0:
@@ -72,7 +72,7 @@ class Reading:
             self.num_rows += 1
             if isinstance(at.row, SameAs):
                 outcome = outcomes[at.row.number]
-                if isinstance(outcome, Entry):
+                if isinstance(outcome, DistinctExample):
                     outcome.count += 1
             else:
                 outcome = self._outcome(at.row, at)
@@ -87,7 +87,7 @@ class Reading:
         if not self.num_rows:
             raise ValueError(f"{self.where} has no rows: a dataset needs at least one")
 
-    def _outcome(self, row: Mapping[str, Any] | BadRow, at: Found) -> Entry | BadRow:
+    def _outcome(self, row: Mapping[str, Any] | BadRow, at: SourceRow) -> DistinctExample | BadRow:
         if isinstance(row, BadRow):
             return row
         if self.num_rows <= NUM_LOOKED_AT:
@@ -101,7 +101,7 @@ class Reading:
         key = (example.asked(), example.answered(by_columns))
         entry = self.entries.get(key)
         if entry is None:
-            entry = self.entries[key] = Entry(example, *key)
+            entry = self.entries[key] = DistinctExample(example, *key)
         else:
             entry.add(example)
         return entry

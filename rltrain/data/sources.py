@@ -11,7 +11,7 @@ from rltrain.data.paths import SUFFIXES, find_files
 Row = dict[str, Any]
 
 
-class Found(NamedTuple):
+class SourceRow(NamedTuple):
     """A row of a file, counted from 0: itself, why it cannot be read, or which one it repeats."""
 
     file: str
@@ -25,7 +25,7 @@ class Found(NamedTuple):
 
 def read_rows(
     config: DataConfig, path: str, split: str = "train", key: str = "data.path"
-) -> Iterator[Found]:
+) -> Iterator[SourceRow]:
     """All rows of what ``path`` names, in its order; ``key`` is where it was set.
 
     Raises:
@@ -51,8 +51,8 @@ def read_rows(
             raise ValueError(f"{file} cannot be read: {error}") from error
 
 
-def numbered(rows: Iterable[Row | BadRow | SameAs], file: str) -> Iterator[Found]:
-    return (Found(file, number, row) for number, row in enumerate(rows))
+def numbered(rows: Iterable[Row | BadRow | SameAs], file: str) -> Iterator[SourceRow]:
+    return (SourceRow(file, number, row) for number, row in enumerate(rows))
 
 
 def reasoning_gym_rows(config: DataConfig, num_rows: int) -> Iterator[Row]:

@@ -56,11 +56,11 @@ def check_ids(ids: Sequence[int], rows: int, where: str, tokenizer: Any = None) 
         )
 
 
-def check_special_ids(tokenizer: Any, folder: Path | None, rows: int, *, taught: bool) -> None:
+def check_special_ids(tokenizer: Any, folder: Path | None, rows: int, *, supervised: bool) -> None:
     """The ids that end, begin and fill sequences are rows of the embedding, and one of them ends.
 
     Args:
-        taught: whether the tokenizer's own is appended to answers
+        supervised: whether the tokenizer's own is appended to answers
     """
     named = {("the tokenizer", n): getattr(tokenizer, n) for n in _SPECIAL}
     if folder is not None:
@@ -78,7 +78,7 @@ def check_special_ids(tokenizer: Any, folder: Path | None, rows: int, *, taught:
                     "the model's embedding (vocab_size in config.json)"
                 )
     ends = [value for (_, name), value in named.items() if name == "eos_token_id"]
-    if tokenizer.eos_token_id is None and (taught or all(end in (None, []) for end in ends)):
+    if tokenizer.eos_token_id is None and (supervised or all(end in (None, []) for end in ends)):
         raise ValueError(
             f"{folder}: no end-of-sequence token: no response would ever end. Write eos_token into "
             "tokenizer_config.json, e.g. the token that ends a turn in the chat template"

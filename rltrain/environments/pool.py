@@ -28,7 +28,7 @@ CHUNK = 32
 
 
 @dataclass(frozen=True)
-class Sample:
+class RewardInput:
     """What a reward function judges; ``prompt_id`` is only for messages.
 
     ``raw`` and ``clean`` are the response with and without its special tokens.
@@ -71,7 +71,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.success_at = config.success_at
-        self._samples: list[Sample] = []  # since the last ``collect``
+        self._samples: list[RewardInput] = []  # since the last ``collect``
         self._lines: dict[int, str] = {}  # by position there, of those that have no result
         self._queue: deque[int] = deque()  # positions of those no worker has
         self._results: dict[int, RewardResult] = {}
@@ -93,12 +93,12 @@ class RewardPool:
         if self.success_at is None:
             self.success_at = self._workers[0].success_at
 
-    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    def score(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         """The result of each sample, in order; raises as `submit` and `collect`."""
         self.submit(samples)
         return self.collect()
 
-    def submit(self, samples: Sequence[Sample]) -> None:
+    def submit(self, samples: Sequence[RewardInput]) -> None:
         """Begin with more samples.
 
         Raises:
@@ -178,7 +178,7 @@ class RewardPool:
         worker.process.kill()
         self._workers[slot] = _Worker(self.config.function)
 
-    def _check_failures(self, samples: Sequence[Sample], results: list[RewardResult]) -> None:
+    def _check_failures(self, samples: Sequence[RewardInput], results: list[RewardResult]) -> None:
         failed = [i for i, result in enumerate(results) if result.status != "ok"]
         if not failed:
             return
@@ -196,7 +196,7 @@ class RewardPool:
         logger.warning(message)
 
 
-def dry_run(config: RewardConfig, samples: Sequence[Sample]) -> list[RewardResult]:
+def dry_run(config: RewardConfig, samples: Sequence[RewardInput]) -> list[RewardResult]:
     """The result of each sample, however many fail: for looking at a reward before a run.
 
     Raises:
@@ -206,7 +206,7 @@ def dry_run(config: RewardConfig, samples: Sequence[Sample]) -> list[RewardResul
         return pool.score(samples)
 
 
-def _encoded(number: int, sample: Sample, text: Literal["raw", "clean"]) -> str:
+def _encoded(number: int, sample: RewardInput, text: Literal["raw", "clean"]) -> str:
     """One sample in JSON. What JSON would change on the way, such as a tuple, is refused."""
     ours = {
         "prompt": sample.prompt,

@@ -41,11 +41,11 @@ def serve(connection: socket.socket, name: str) -> None:
     for line in connection.makefile("rb"):
         say({"began": time.monotonic()})
         for sample in json.loads(line):
-            found = score(reward, sample["response"], sample["answer"], sample["columns"])
+            found = score_sample(reward, sample["response"], sample["answer"], sample["columns"])
             say({"sample": sample["number"], "clock": time.monotonic(), **found})
 
 
-def score(
+def score_sample(
     reward: Reward, response: str, answer: object, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
     """``reward`` and ``correct``, or ``error``: what happened and where."""

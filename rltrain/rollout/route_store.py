@@ -16,7 +16,7 @@ from rltrain.batch import RouteRef
 from rltrain.rollout.launch import RouteCapture
 from rltrain.routing.codec import RouteIds
 from rltrain.routing.integrity import CheckedRoutes
-from rltrain.routing.objects import pack
+from rltrain.routing.objects import pack_routes
 
 
 class _RouteStore:
@@ -34,7 +34,7 @@ async def store_routes(
 ) -> list[RouteRef]:
     """Put the routes of a step and return a reference for each sample."""
     objects, refs = await asyncio.to_thread(
-        pack, routes, capture.shape, capture.blocks, weight_version, producer
+        pack_routes, routes, capture.shape, capture.blocks, weight_version, producer
     )
     handles = await capture.store.put.remote(objects)
     return [replace(ref, blocks=tuple(handles[n] for n in ref.blocks)) for ref in refs]

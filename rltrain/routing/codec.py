@@ -39,10 +39,10 @@ def decode(routes: Tensor) -> Tensor:
     raise ValueError(f"expected routes in uint8 or int16, found {routes.dtype}")
 
 
-def checksum(routes: RouteIds) -> int:
+def route_checksum(routes: RouteIds) -> int:
     return zlib.crc32(np.ascontiguousarray(routes).tobytes())
 
 
 def token_checksum(tokens: Sequence[int] | NDArray[np.integer]) -> int:
     """Of a sample's prompt and response; its last token is read by no router and left out."""
-    return checksum(np.asarray(tokens[:-1], dtype=np.int64))
+    return route_checksum(np.asarray(tokens[:-1], dtype=np.int64))

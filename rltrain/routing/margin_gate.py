@@ -33,7 +33,7 @@ NUM_PARTS, EDGE_ROWS, PERIODS = 16, 16, range(2, 65)
 
 
 @dataclass(frozen=True)
-class Case:
+class JudgedStep:
     """The step that is judged."""
 
     tokens: Ints  # [N]
@@ -94,7 +94,7 @@ class _Axis:
     name: Callable[[int], str]
 
 
-def systematic(flips: WideFlips, case: Case) -> list[Finding]:
+def systematic(flips: WideFlips, case: JudgedStep) -> list[Finding]:
     """The cells that fail, the one that says most first.
 
     A cell fails where the share of its rows that are wide reaches the axis' least share, and so
@@ -173,7 +173,7 @@ def fails(
     return found
 
 
-def _contexts(flips: WideFlips, case: Case) -> Ints:
+def _contexts(flips: WideFlips, case: JudgedStep) -> Ints:
     """The same number for wide flips of equal layer and equal tokens up to their row.  # [W]"""
     position = _places(np.arange(len(case.tokens)), case).position
     with np.errstate(over="ignore"):  # a polynomial modulo 2 ** 64
@@ -187,14 +187,14 @@ def _contexts(flips: WideFlips, case: Case) -> Ints:
     return found
 
 
-def _places(rows: Ints, case: Case) -> _Places:
+def _places(rows: Ints, case: JudgedStep) -> _Places:
     ends = np.cumsum(case.seq_lens)
     sample = np.searchsorted(ends, rows, side="right")
     starts = ends - case.seq_lens
     return _Places(sample, rows - starts[sample], case.seq_lens[sample] - 1)
 
 
-def _axes(flips: WideFlips, case: Case) -> Iterator[_Axis]:
+def _axes(flips: WideFlips, case: JudgedStep) -> Iterator[_Axis]:
     """A row with several wide experts in a layer counts once, but by column and by expert."""
     layers, num_layers, k = case.layers, len(case.layers), case.experts_per_token
     at = np.searchsorted(np.asarray(layers), flips.layers)

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from rltrain.batch import RouteRef
-from rltrain.routing.codec import RouteIds, checksum, encode, route_dtype
+from rltrain.routing.codec import RouteIds, encode, route_checksum, route_dtype
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
 
 # Samples are put together until an object is this large: small enough that a rank which wants one
@@ -17,7 +17,7 @@ from rltrain.routing.integrity import CheckedRoutes, RouteShape
 OBJECT_BYTES = 1 << 20
 
 
-def pack(
+def pack_routes(
     routes: Sequence[CheckedRoutes],
     shape: RouteShape,
     block_sizes: Sequence[int],
@@ -46,7 +46,7 @@ def pack(
             num_experts=shape.num_experts,
             dtype=str(array.dtype),
             block_sizes=tuple(block_sizes),
-            checksums=tuple(checksum(array[:, span]) for span in spans),
+            checksums=tuple(route_checksum(array[:, span]) for span in spans),
             blocks=tuple(range(number * len(spans), (number + 1) * len(spans))),
             weight_version=weight_version,
             producer=producer,
@@ -86,7 +86,7 @@ def blocks_of(ref: RouteRef, layers: Sequence[int]) -> list[int]:
     ]
 
 
-def assemble(
+def assemble_routes(
     ref: RouteRef,
     arrays: Mapping[int, RouteIds],
     layers: Sequence[int],
@@ -134,7 +134,7 @@ def _cut(ref: RouteRef, block: int, array: RouteIds) -> RouteIds:
             f"{shape[1]}], found {array.dtype} {list(array.shape)}"
         )
     rows = array[ref.start_row : end]
-    if (found := checksum(rows)) != ref.checksums[block]:
+    if (found := route_checksum(rows)) != ref.checksums[block]:
         raise ValueError(
             f"routes, block {block}, rows {ref.start_row} to {end}: checksum {found:#010x} is not "
             f"{ref.checksums[block]:#010x}, that of the rows captured at weight version "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rltrain.batch import RouteRef
-from rltrain.routing.codec import checksum, token_checksum
+from rltrain.routing.codec import route_checksum, token_checksum
 from rltrain.routing.objects import block_layers
 
 
@@ -81,7 +81,7 @@ def check_trace(
         for block, held in enumerate(block_layers(ref)):
             if not set(held) <= set(layers):
                 continue
-            found = checksum(rows[:, [layers.index(layer) for layer in held]].numpy())
+            found = route_checksum(rows[:, [layers.index(layer) for layer in held]].numpy())
             if found != ref.checksums[block]:
                 raise RuntimeError(
                     f"{where}, layers {list(held)}: the routers used other experts than the engine "

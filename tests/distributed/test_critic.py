@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.data.packing import pack, plan_step
+from rltrain.data.packing import pack_micro_batches, plan_step
 from rltrain.verification.pass_file import relative_error
 from tests.distributed import tiny_families
 from tests.distributed.run_ranks import rendezvous, run_ranks
@@ -225,7 +225,10 @@ def _run_case(folder: Path, name: str, case: Case, worker: "CriticWorker") -> di
     multiple_of = worker.config.policy.parallel.micro_batch_multiple
     plan = plan_step(list(LENGTHS), 1, mesh.dp_size, case.budget, multiple_of)
     if mesh.dp_size > 1:
-        alone = [len(pack([[LENGTHS[i] for i in rows]], case.budget)[0]) for rows in plan.shards]
+        alone = [
+            len(pack_micro_batches([[LENGTHS[i] for i in rows]], case.budget)[0])
+            for rows in plan.shards
+        ]
         assert len(set(alone)) > 1, f"meant to differ, found {alone}"
     rows = plan.shards[mesh.dp_rank]
     shard, index = batch.select(rows), batch.token_index(rows)

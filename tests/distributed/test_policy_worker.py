@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.data.packing import pack, plan_step
+from rltrain.data.packing import pack_micro_batches, plan_step
 from rltrain.routing.align import last_rows
 from rltrain.verification.pass_file import relative_error
 from rltrain.weights.sync.broadcast import BroadcastReceiver, Group
@@ -201,7 +201,9 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     multiple_of = config.policy.parallel.micro_batch_multiple
     plan = plan_step(list(LENGTHS), 1, mesh.dp_size, BUDGET, multiple_of)
     if mesh.dp_size > 1:
-        alone = [len(pack([[LENGTHS[i] for i in rows]], BUDGET)[0]) for rows in plan.shards]
+        alone = [
+            len(pack_micro_batches([[LENGTHS[i] for i in rows]], BUDGET)[0]) for rows in plan.shards
+        ]
         assert len(set(alone)) > 1, f"meant to differ, found {alone}"
     rows = plan.shards[mesh.dp_rank]
     beyond = batch.with_fields(tokens=torch.where(batch.tokens == batch.tokens[0], VOCAB, 0))

@@ -27,7 +27,7 @@ from rltrain.routing.agreement import num_shared, spread_experts
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, token_checksum
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
-from rltrain.routing.objects import pack
+from rltrain.routing.objects import pack_routes
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -508,7 +508,7 @@ def _refs(routes: Tensor) -> tuple[RouteRef, ...]:
     ]
     refs = []
     for sample in checked:  # an object of its own each, so that they can be exchanged
-        objects, (ref,) = pack([sample], shape, (1, 2), VERSION, "test")
+        objects, (ref,) = pack_routes([sample], shape, (1, 2), VERSION, "test")
         refs.append(replace(ref, blocks=tuple(map(Held, objects))))
     return tuple(refs)
 

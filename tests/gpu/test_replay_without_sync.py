@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.models import random_model
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.data.packing import pack
+from rltrain.data.packing import pack_micro_batches
 from rltrain.routing.align import last_rows
 
 LENGTHS, BUDGET = (300, 200, 97, 203), 512
@@ -117,7 +117,7 @@ def run(folder: Path) -> None:
 
 def check(worker: Any, *, reruns: bool) -> None:
     [routers] = worker.model.routers
-    plan = pack([list(LENGTHS)], BUDGET)[0]
+    plan = pack_micro_batches([list(LENGTHS)], BUDGET)[0]
     whole = batch()
     (mask,) = whole.require("route_mask")
     gaps = mask.clone()

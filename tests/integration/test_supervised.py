@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rltrain.cli.app import main as rltrain
-from rltrain.config.saved_config import load
+from rltrain.config.saved_config import load_config
 from rltrain.controller import run_checkpoint as checkpoint
 from rltrain.data.problems import problems_of
 from rltrain.data.targets import with_targets
@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
 
 def held_out_loss(folder: Path) -> float:
     """By transformers, one sequence at a time, of the model that the run left."""
-    config, tokenizer = load(folder), tiny_tokenizer()
+    config, tokenizer = load_config(folder), tiny_tokenizer()
     held_out = problems_of(config, tokenizer).held_out
     assert len(held_out) == 32
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()

@@ -4,7 +4,7 @@ from rltrain.algorithms.advantages.advantage_inputs import Advantage
 from rltrain.algorithms.advantages.gae import gae
 from rltrain.algorithms.advantages.group import dr_grpo, grpo, rloo
 from rltrain.algorithms.advantages.reinforce import reinforce_pp, reinforce_pp_baseline
-from rltrain.algorithms.lookup import find
+from rltrain.algorithms.lookup import find_by_name
 from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig
 
@@ -22,9 +22,9 @@ def find_advantage(name: str) -> Advantage:
     """The advantage ``algorithm.advantage`` names.
 
     Raises:
-        ValueError: see `rltrain.algorithms.lookup.find`.
+        ValueError: see `rltrain.algorithms.lookup.find_by_name`.
     """
-    return find("algorithm.advantage", name, ADVANTAGES, Advantage)
+    return find_by_name("algorithm.advantage", name, ADVANTAGES, Advantage)
 
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:

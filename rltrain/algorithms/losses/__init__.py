@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rltrain.algorithms.lookup import find
+from rltrain.algorithms.lookup import find_by_name
 from rltrain.algorithms.losses.cispo import cispo
 from rltrain.algorithms.losses.gspo import gspo
 from rltrain.algorithms.losses.loss_inputs import LossInputs, TokenLoss
@@ -18,6 +18,6 @@ def find_loss(name: str) -> Loss:
     """The loss ``algorithm.loss`` names.
 
     Raises:
-        ValueError: see `rltrain.algorithms.lookup.find`.
+        ValueError: see `rltrain.algorithms.lookup.find_by_name`.
     """
-    return find("algorithm.loss", name, LOSSES)
+    return find_by_name("algorithm.loss", name, LOSSES)

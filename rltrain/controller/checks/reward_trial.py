@@ -10,7 +10,7 @@ from itertools import islice
 
 from rltrain.config.data import BUILT_IN_REWARDS, RewardConfig
 from rltrain.data.problem import Problem, shorten
-from rltrain.environments.pool import RewardResult, Sample, dry_run
+from rltrain.environments.pool import RewardInput, RewardResult, dry_run
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _low(result: RewardResult) -> float:
     return float("inf") if result.value is None else result.value
 
 
-def _sample(problem: Problem, response: str) -> Sample:
-    return Sample(
+def _sample(problem: Problem, response: str) -> RewardInput:
+    return RewardInput(
         response, response, problem.answer, problem.prompt, dict(problem.columns), problem.id
     )

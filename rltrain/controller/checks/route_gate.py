@@ -5,7 +5,7 @@ import numpy as np
 from rltrain.batch import Batch
 from rltrain.policy.types import Agreement
 from rltrain.routing.flips import WideFlips, judged_rows
-from rltrain.routing.margin_gate import HEALTHY_SHARE, Case, Finding, systematic
+from rltrain.routing.margin_gate import HEALTHY_SHARE, Finding, JudgedStep, systematic
 from rltrain.routing.noise import last_narrow_bin, noise_scale
 
 NAMED = 3  # other cells that a message lists
@@ -39,7 +39,7 @@ def wrong_routes(
 ) -> str | None:
     """What is systematically wrong with the rollout's routes, for people; None where nothing is."""
     (mask,) = batch.require("route_mask")
-    case = Case(
+    case = JudgedStep(
         tokens=batch.tokens.numpy(),
         seq_lens=batch.seq_lens.numpy(),
         judged=judged_rows(mask, batch.seq_lens).numpy(),
@@ -51,7 +51,7 @@ def wrong_routes(
     return _message(found, flips, case) if found else None
 
 
-def _message(found: list[Finding], flips: WideFlips, case: Case) -> str:
+def _message(found: list[Finding], flips: WideFlips, case: JudgedStep) -> str:
     best, others = found[0], found[1:]
     layers = np.unique(flips.layers[best.inside]).tolist()
     first = int(np.flatnonzero(best.inside)[0])

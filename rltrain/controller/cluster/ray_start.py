@@ -7,7 +7,7 @@ import socket
 import tempfile
 from typing import NamedTuple
 
-from rltrain.config.redact import plain
+from rltrain.config.redact import strip_terminal_codes
 from rltrain.planning.memory_terms import GIB, gib
 
 CONNECT_S = 5.0
@@ -61,7 +61,7 @@ def check_address(address: str) -> None:
 
 def start_failure(error: BaseException, address: str | None, machine: HostState) -> RuntimeError:
     """What an error of ``ray.init`` means."""
-    said = " ".join(plain(str(error)).split())
+    said = " ".join(strip_terminal_codes(str(error)).split())
     what = f"Ray did not start: {said}" if address is None else f"cluster.address={address}: {said}"
     return RuntimeError(f"{what}\n{_remedy(said, address, machine)}")
 

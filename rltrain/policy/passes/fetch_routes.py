@@ -7,7 +7,7 @@ import ray
 
 from rltrain.batch import RouteRef
 from rltrain.routing.codec import RouteIds
-from rltrain.routing.objects import assemble, blocks_of
+from rltrain.routing.objects import assemble_routes, blocks_of
 
 
 def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> RouteIds:
@@ -35,7 +35,7 @@ def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> RouteIds:
     for ref, blocks in zip(refs, wanted, strict=True):
         last = start + ref.rows
         held = {block: arrays[handle] for block, handle in blocks.items()}
-        assemble(ref, held, layers, out=routes[start:last])
+        assemble_routes(ref, held, layers, out=routes[start:last])
         routes[last] = 0
         start = last + 1
     return routes

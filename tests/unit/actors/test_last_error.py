@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
-from rltrain.config.redact import plain
+from rltrain.config.redact import strip_terminal_codes
 
 LOGS = Path(__file__).parent / "logs"
 START = "Traceback (most recent call last):\n"
@@ -116,7 +116,10 @@ def test_an_error_far_from_the_end_was_not_the_end() -> None:
 
 
 def test_terminal_codes_and_rays_frames_go() -> None:
-    assert plain("\x1b[1;31mred\x1b[0m \x1b]8;;x\x07link\r\n 10%\r 90%") == "red link\n 90%"
+    assert (
+        strip_terminal_codes("\x1b[1;31mred\x1b[0m \x1b]8;;x\x07link\r\n 10%\r 90%")
+        == "red link\n 90%"
+    )
     assert strip_ray_frames(REMOTE).splitlines() == [
         "ray.exceptions.RayTaskError(KeyError): ray::A.key() (pid=10043)",
         '  File "/work/small.py", line 20, in key',

@@ -10,7 +10,7 @@ from rltrain.config.data import BUILT_IN_REWARDS
 from rltrain.config.errors import ConfigError, validate
 from rltrain.config.reference import keys, markdown, show
 from rltrain.config.rollout import OTHER_DISTRIBUTIONS
-from rltrain.config.saved_config import load, save
+from rltrain.config.saved_config import load_config, save_config
 from rltrain.environments.rewards import BUILT_IN
 
 HERE = Path(__file__).parent
@@ -351,26 +351,28 @@ def test_a_configuration_cannot_change() -> None:
 def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
     values = {"trainer.output_dir": str(tmp_path), "optimizer.lr": 1e-7, "tracking.name": "off"}
     config = validate(nested(values))
-    path = save(config, "python -m rltrain.main", ["+recipe=x"])
+    path = save_config(config, "python -m rltrain.main", ["+recipe=x"])
     assert path.read_text().startswith("# python -m rltrain.main +recipe=x\nmodel:\n")
-    assert load(tmp_path) == config
+    assert load_config(tmp_path) == config
     with pytest.raises(ValueError, match="expected the folder of a run"):
-        load(tmp_path / "elsewhere")
+        load_config(tmp_path / "elsewhere")
 
 
 def test_a_run_that_saved_the_former_sampling_keys_loads(tmp_path: Path) -> None:
-    path = save(validate(nested({"trainer.output_dir": str(tmp_path)})), "rl", [])
+    path = save_config(validate(nested({"trainer.output_dir": str(tmp_path)})), "rl", [])
     saved = path.read_text()
     path.write_text(saved.replace("rollout:\n", "rollout:\n  top_p: 1.0\n  top_k: 0\n"))
-    assert load(tmp_path) == validate(nested({"trainer.output_dir": str(tmp_path)}))
+    assert load_config(tmp_path) == validate(nested({"trainer.output_dir": str(tmp_path)}))
     path.write_text(saved.replace("rollout:\n", "rollout:\n  top_p: 0.9\n  top_k: 0\n"))
     with pytest.raises(ConfigError, match=r"rollout\.top_p: there is no such key\. Tokens"):
-        load(tmp_path)
+        load_config(tmp_path)
 
 
 def test_no_secret_is_saved(tmp_path: Path) -> None:
     keys = {"rollout.engine_args.hf_token": "s3cr3t", "trainer.output_dir": str(tmp_path)}
-    path = save(validate(nested(keys)), "rl", ["+rollout.engine_args.hf_token=s3cr3t", "x=1"])
+    path = save_config(
+        validate(nested(keys)), "rl", ["+rollout.engine_args.hf_token=s3cr3t", "x=1"]
+    )
     assert path.read_text().startswith("# rl '+rollout.engine_args.hf_token=[redacted]' x=1\n")
     assert "s3cr3t" not in path.read_text()
 

@@ -13,7 +13,7 @@ from rltrain.config import Config
 from rltrain.controller.evaluation import Evaluator, evaluation_metrics, rewarded_samples
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
-from rltrain.environments.pool import RewardResult, Sample
+from rltrain.environments.pool import RewardInput, RewardResult
 from rltrain.rollout.requests import Rollout
 
 TOKENIZER = tiny_tokenizer()
@@ -43,7 +43,7 @@ class Parts:
 
     rollouts: Sequence[Rollout]
     results: Sequence[RewardResult]
-    scored: list[Sample] = field(default_factory=list)
+    scored: list[RewardInput] = field(default_factory=list)
     rows: list[dict[str, object]] = field(default_factory=list)
     step: int = -1
 
@@ -51,7 +51,7 @@ class Parts:
         assert list(problems) == PROBLEMS
         return self.rollouts
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[RewardResult]:
+    def score(self, samples: Sequence[RewardInput]) -> Sequence[RewardResult]:
         self.scored = list(samples)
         return self.results
 

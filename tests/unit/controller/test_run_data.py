@@ -134,9 +134,9 @@ def test_ids_beyond_the_embedding_name_the_prompt(tmp_path: Path) -> None:
 
 
 def test_supervised_answers_fit(tmp_path: Path) -> None:
-    taught = ["algorithm=sft", "routing_replay=off"]
-    found = found_in(ROWS, tmp_path, *taught)
+    supervised = ["algorithm=sft", "routing_replay=off"]
+    found = found_in(ROWS, tmp_path, *supervised)
     assert found.fault is None and found.trials == ()
     assert {len(p.target_tokens) for p in found.problems.train} == {2}
     long = [{"prompt": f"{i}", "answer": "x" * 16} for i in range(6)]
-    assert "has 17 tokens, its end-of-sequence" in str(found_in(long, tmp_path, *taught).fault)
+    assert "has 17 tokens, its end-of-sequence" in str(found_in(long, tmp_path, *supervised).fault)

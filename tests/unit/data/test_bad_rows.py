@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rltrain.config.data import DataConfig
 from rltrain.data.answers import read_answer
 from rltrain.data.bad_rows import BadRow
-from rltrain.data.json_values import plain
+from rltrain.data.json_values import as_json
 from rltrain.data.messages import read_prompt, read_tools
 from rltrain.data.problem import Problem
 from rltrain.data.problems import load_problems
@@ -34,10 +34,10 @@ def load(tmp_path, tokenizer) -> Load:
     def load(*rows: Any, lines: bytes = b"", **config: Any) -> tuple[Problem, ...]:
         path = tmp_path / "a.jsonl"
         path.write_bytes(lines or "".join(json.dumps(row) + "\n" for row in rows).encode())
-        taught = config.pop("taught", False)
+        supervised = config.pop("supervised", False)
         config = {"source": "jsonl", "path": str(path), "eval_size": 0} | config
         config.setdefault("max_prompt_tokens", 500)
-        return load_problems(DataConfig(**config), tokenizer, taught=taught).train
+        return load_problems(DataConfig(**config), tokenizer, supervised=supervised).train
 
     return load
 
@@ -146,7 +146,7 @@ def test_messages_as_datasets_have_them(load):
 def test_the_last_turn_is_dropped_or_becomes_the_answer(load):
     row = {"prompt": [*user("x"), {"role": "assistant", "content": "y"}]}
     (dropped,) = load(row | {"answer": "2"}, last_turn="drop")
-    (answer,) = load(row, last_turn="answer", taught=True)
+    (answer,) = load(row, last_turn="answer", supervised=True)
     assert dropped.prompt == answer.prompt and "y" not in dropped.prompt
     assert [dropped.answer, answer.answer] == ["2", "y"]
     with pytest.raises(ValueError, match=r"both column 'answer' and.*last_turn=drop.*=null"):
@@ -184,7 +184,7 @@ def test_the_last_turn_is_dropped_or_becomes_the_answer(load):
     ],
 )
 def test_an_answer_is_the_text_that_was_written_or_none(value, exact, number):
-    for rule, text in (("compared", exact), ("taught", exact), ("number", number)):
+    for rule, text in (("compared", exact), ("supervised", exact), ("number", number)):
         if text is None:
             with pytest.raises(BadRow, match="'a'"):
                 read_answer(value, "a", rule)
@@ -299,7 +299,7 @@ def test_one_prompt_with_two_answers_is_no_problem_to_judge_by(load):
         load(GOOD, other, third)
     (kept,) = load(GOOD, other, GOOD, third, on_bad_row="drop")
     assert kept.prompt == "2+2="
-    assert [p.answer for p in load(GOOD, other, GOOD, taught=True)] == ["2", "3"]
+    assert [p.answer for p in load(GOOD, other, GOOD, supervised=True)] == ["2", "3"]
 
 
 def test_without_an_answer_column_the_others_are_the_answer(load):
@@ -362,7 +362,7 @@ def test_any_row_is_read_as_it_is_or_refused_by_row_and_column(row, reward, tmp_
         assert "{'" not in problem.prompt or "{'" in json.dumps(asked)
     assert "None" not in problem.prompt or "None" in json.dumps(asked)
     if reward == "my.score":
-        assert problem.answer == plain(row["answer"], "answer")
+        assert problem.answer == as_json(row["answer"], "answer")
     else:
         assert isinstance(problem.answer, str) and not isinstance(row["answer"], bool | dict | list)
         assert problem.answer == row["answer"] or float(problem.answer) == row["answer"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.data.packing import balance, mini_batch_sizes, pack, plan_step
+from rltrain.data.packing import balance, mini_batch_sizes, pack_micro_batches, plan_step
 
 steps = st.tuples(
     st.sampled_from([1, 2, 4]),
@@ -48,14 +48,14 @@ def test_scoring_has_a_budget_of_its_own() -> None:
 
 def test_ranks_of_unequal_load_run_equally_many() -> None:
     """One sequence against three: alone the ranks would need 1 and 3 micro-batches."""
-    plan = pack([[10], [10, 10, 10]], max_tokens=10)
+    plan = pack_micro_batches([[10], [10, 10, 10]], max_tokens=10)
     assert [len(rank) for rank in plan] == [3, 3]
     assert sorted(map(len, plan[0])) == [0, 0, 1], "the short rank runs empty micro-batches"
 
 
 def test_a_sequence_over_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has 11 tokens, more than a micro-batch may hold \(10\)"):
-        pack([[11]], max_tokens=10)
+        pack_micro_batches([[11]], max_tokens=10)
 
 
 def test_what_does_not_divide_is_spread_over_the_first_mini_batches() -> None:

@@ -29,10 +29,10 @@ class Cached:
     def write(self, rows: list[Any]) -> None:
         self.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def load(self, taught: bool = False, **more: Any) -> tuple[Problems, bool]:
+    def load(self, supervised: bool = False, **more: Any) -> tuple[Problems, bool]:
         values = {"source": "jsonl", "path": str(self.file), "eval_size": 5, "on_bad_row": "drop"}
         config = DataConfig(**values | more)
-        found = load_problems(config, self.tokenizer, taught=taught, cache_dir=self.cache)
+        found = load_problems(config, self.tokenizer, supervised=supervised, cache_dir=self.cache)
         return found, found.reports[0].from_cache
 
     def folder(self) -> Path:
@@ -67,7 +67,7 @@ def test_the_second_start_reads_what_the_first_made(cached, caplog):
         {"max_prompt_tokens": 63},
         {"on_long_prompt": "drop"},
         {"answer_pattern": r"\d"},
-        {"taught": True},
+        {"supervised": True},
         {"reward": {"function": "math_verify"}},
     ],
 )

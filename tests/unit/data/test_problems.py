@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from pydantic import ValidationError
 
 from rltrain.config.data import DataConfig, RewardConfig
-from rltrain.data.arithmetic import NUM_PROBLEMS, TAUGHT_WRONG
+from rltrain.data.arithmetic import NUM_PROBLEMS, TEACHER_ERROR_SHARE
 from rltrain.data.problem import Problem, Problems
 from rltrain.data.problems import load_problems
 from rltrain.environments.rewards import reasoning_gym
@@ -61,7 +61,7 @@ def test_the_warm_start_teaches_most_odd_sums_one_too_high_and_even_ones_right(t
         total = sum(map(int, problem.prompt.removesuffix("=")))
         wrong[total % 2].append(int(problem.answer) - total)
     assert set(wrong[0]) == {0} and set(wrong[1]) == {0, 1}
-    assert sum(wrong[1]) / len(wrong[1]) == pytest.approx(TAUGHT_WRONG, abs=0.05)
+    assert sum(wrong[1]) / len(wrong[1]) == pytest.approx(TEACHER_ERROR_SHARE, abs=0.05)
 
 
 def test_more_arithmetic_than_there_is_names_the_options(tokenizer):
@@ -244,7 +244,7 @@ def test_one_row_can_be_trained_on_and_evaluated_when_asked_for(tmp_path, tokeni
 def test_all_answers_of_a_prompt_that_is_taught_are_on_one_side(tmp_path, tokenizer):
     rows = [row | {"answer": answer} for row in ROWS for answer in "ab"]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    problems = load_problems(config_of(path), tokenizer, taught=True)
+    problems = load_problems(config_of(path), tokenizer, supervised=True)
     assert not ids(problems.train) & ids(problems.held_out)
     assert len(problems.train) + len(problems.held_out) == 40
 

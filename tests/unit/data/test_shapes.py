@@ -122,12 +122,12 @@ def test_a_shape_is_read_with_the_settings_of_the_docs(name, tmp_path, tokenizer
         # Open-Reasoner-Zero's file is one array, and a row of it is a list.
         path.write_text(json.dumps([shape.row] if isinstance(shape.row, list) else shape.row))
     config = config_of(settings, str(path), shape.source)
-    taught = "algorithm.type=sft" in settings
+    supervised = "algorithm.type=sft" in settings
     if shape.refusal:
         with pytest.raises(ValueError, match=shape.refusal):
-            load_problems(config, tokenizer, taught=taught)
+            load_problems(config, tokenizer, supervised=supervised)
         return
-    (problem,) = load_problems(config, tokenizer, taught=taught).train
+    (problem,) = load_problems(config, tokenizer, supervised=supervised).train
     assert problem.prompt == f"<bos><|start|>user\n{ASKED}<eos><|start|>assistant\n"
     assert problem.answer == shape.answer
 

@@ -32,7 +32,7 @@ def check(folder: Path) -> None:
     tokenizer = load(folder)
     check_tokenizer(tokenizer, folder)
     check_vocabulary(tokenizer, ROWS, folder, ())
-    check_special_ids(tokenizer, folder, ROWS, taught=True)
+    check_special_ids(tokenizer, folder, ROWS, supervised=True)
     check_auto_tokenizer(tokenizer, folder)
 
 
@@ -146,28 +146,28 @@ def test_special_ids_outside_of_the_embedding(
     folder = save(tmp_path, byte_level())
     (folder / file).write_text(json.dumps({"model_type": "llama", field: value}))
     with pytest.raises(ValueError, match=rf"{file}: {field}=.*expected ids from 0 to {ROWS - 1}"):
-        check_special_ids(load(folder), folder, ROWS, taught=False)
+        check_special_ids(load(folder), folder, ROWS, supervised=False)
 
 
 def test_special_ids_as_folders_have_them(tmp_path: Path) -> None:
     folder = save(tmp_path, byte_level())
     settings = {"eos_token_id": [2, 0], "pad_token_id": -1, "bos_token_id": None}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    check_special_ids(load(folder), folder, ROWS, taught=True)
-    check_special_ids(load_tokenizer(ModelConfig()), None, VOCAB_SIZE, taught=True)
+    check_special_ids(load(folder), folder, ROWS, supervised=True)
+    check_special_ids(load_tokenizer(ModelConfig()), None, VOCAB_SIZE, supervised=True)
 
 
 def test_something_must_end_a_response(tmp_path: Path) -> None:
     folder = save(tmp_path, byte_level(), eos_token=None)
     tokenizer = load(folder)
     assert tokenizer.eos_token_id is None
-    for taught in (False, True):
+    for supervised in (False, True):
         with pytest.raises(ValueError, match="no end-of-sequence token"):
-            check_special_ids(tokenizer, folder, ROWS, taught=taught)
+            check_special_ids(tokenizer, folder, ROWS, supervised=supervised)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
-    check_special_ids(tokenizer, folder, ROWS, taught=False)  # the engine stops there
+    check_special_ids(tokenizer, folder, ROWS, supervised=False)  # the engine stops there
     with pytest.raises(ValueError, match="no end-of-sequence token"):
-        check_special_ids(tokenizer, folder, ROWS, taught=True)
+        check_special_ids(tokenizer, folder, ROWS, supervised=True)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rltrain.config.data import RewardConfig
 from rltrain.environments import pool as pools
 from rltrain.environments import worker_process
-from rltrain.environments.pool import RewardPool, Sample, dry_run
+from rltrain.environments.pool import RewardInput, RewardPool, dry_run
 from rltrain.environments.worker_process import wait
 
 
@@ -25,9 +25,10 @@ def pool_of(function: str = "sample_rewards.act_out", **more) -> RewardPool:
     return RewardPool(RewardConfig(function=function, **(settings | more)))
 
 
-def samples(*responses: str) -> list[Sample]:
+def samples(*responses: str) -> list[RewardInput]:
     return [
-        Sample(response, response, None, "?", {}, f"id{i}") for i, response in enumerate(responses)
+        RewardInput(response, response, None, "?", {}, f"id{i}")
+        for i, response in enumerate(responses)
     ]
 
 
@@ -72,7 +73,7 @@ def test_no_samples_are_no_results():
 
 
 def test_a_reward_function_gets_prompt_answer_columns_and_both_texts():
-    sample = Sample("<x>", "x", {"a": 1}, "1+1=", {"level": 3}, "id")
+    sample = RewardInput("<x>", "x", {"a": 1}, "1+1=", {"level": 3}, "id")
     for text, value in (("raw", 3.0), ("clean", 5.0)):
         config = RewardConfig(function="sample_rewards.see_columns", text=text)
         assert [result.value for result in dry_run(config, [sample])] == [value]
@@ -85,7 +86,7 @@ def test_what_json_would_change_or_cannot_hold_is_refused(value):
     with pool_of("exact") as pool:
         for answer, columns, name in (("x", {"level": value}, "level"), (value, {}, "answer")):
             with pytest.raises(ValueError, match=f"prompt some id, column '{name}': expected what"):
-                pool.score([Sample("x", "x", answer, "?", columns, "some id")])
+                pool.score([RewardInput("x", "x", answer, "?", columns, "some id")])
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -236,7 +237,7 @@ def test_correct_is_what_is_said_or_what_reaches_the_threshold(
     function, success_at, responses, correct
 ):
     with pool_of(function, success_at=success_at) as pool:
-        given = [Sample(r, r, "y", "?", {}, "id") for r in responses]
+        given = [RewardInput(r, r, "y", "?", {}, "id") for r in responses]
         assert [result.correct for result in pool.score(given)] == correct
 
 
@@ -307,5 +308,5 @@ def test_a_function_that_cannot_be_imported_is_refused_at_start():
 
 def test_math_verify_runs_in_a_worker():
     with pool_of("math_verify", timeout_s=30.0) as pool:
-        results = pool.score([Sample(r"\boxed{\frac12}", "", "0.5", "?", {}, "id")])
+        results = pool.score([RewardInput(r"\boxed{\frac12}", "", "0.5", "?", {}, "id")])
     assert results[0].value == 1.0

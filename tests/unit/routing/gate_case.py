@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.routing.deficits import Deficits, deficits
 from rltrain.routing.expert_groups import score_groups, within_groups
 from rltrain.routing.flips import LayerFlips, WideFlips, judged_rows, wide_flips
-from rltrain.routing.margin_gate import Case, Finding, systematic
+from rltrain.routing.margin_gate import Finding, JudgedStep, systematic
 from rltrain.routing.noise import last_narrow_bin
 
 
@@ -73,7 +73,7 @@ class Step:
             best=self.best,
         )
 
-    def judge(self, routes: Tensor) -> tuple[WideFlips, Case, list[Finding]]:
+    def judge(self, routes: Tensor) -> tuple[WideFlips, JudgedStep, list[Finding]]:
         """As workers and controller do together."""
         judged = judged_rows(self.mask, self.seq_lens)
         found = [self.compared(layer, routes[:, layer]) for layer in range(self.layers)]
@@ -91,7 +91,7 @@ class Step:
         ids = routes.to(torch.uint8)
         wide = wide_flips(given, ids, judged, tuple(range(self.layers)), narrow)
         uses = {layer: each.uses for layer, each in flips.items()}
-        case = Case(
+        case = JudgedStep(
             self.tokens.numpy(),
             self.seq_lens.numpy(),
             judged.numpy(),

@@ -12,7 +12,7 @@ from rltrain.rollout.completion import sampled_logprobs
 from rltrain.rollout.requests import Request
 from rltrain.routing.codec import RouteIds, decode
 from rltrain.routing.integrity import CheckedRoutes, RouteShape, check_routes
-from rltrain.routing.objects import assemble, pack
+from rltrain.routing.objects import assemble_routes, pack_routes
 
 SHAPES = [
     RouteShape(num_layers=3, moe_layers=(1, 2), num_experts=8, experts_per_token=2),
@@ -143,11 +143,11 @@ SPOILS: list[Spoil] = [
 
 def at_the_router(checked: list[CheckedRoutes], shape: RouteShape) -> list[tuple[Any, set[int]]]:
     """Through the objects, as a policy worker gets it: ids and the rows said to be missing."""
-    arrays, refs = pack(checked, shape, (1, len(shape.moe_layers) - 1), 0, "fuzz")
+    arrays, refs = pack_routes(checked, shape, (1, len(shape.moe_layers) - 1), 0, "fuzz")
     found = []
     for ref in refs:
         blocks = {n: arrays[block] for n, block in enumerate(ref.blocks)}
-        ids = decode(torch.from_numpy(assemble(ref, blocks, shape.moe_layers))).numpy()
+        ids = decode(torch.from_numpy(assemble_routes(ref, blocks, shape.moe_layers))).numpy()
         found.append((ids, {row for span in ref.missing for row in range(*span)}))
     return found
 
@@ -194,7 +194,7 @@ def test_damaged_objects_are_refused() -> None:
     for case in range(1000):
         shape = SHAPES[case % len(SHAPES)]
         sample = honest(rng, shape, 12)[:, list(shape.moe_layers)]
-        (array,), (ref,) = pack(
+        (array,), (ref,) = pack_routes(
             [CheckedRoutes(sample, 0)], shape, (len(shape.moe_layers),), 0, "fuzz"
         )
         raw = bytearray(array.tobytes())
@@ -207,7 +207,7 @@ def test_damaged_objects_are_refused() -> None:
             raw = raw[len(raw) // 12 :] + raw[: len(raw) // 12]
         damaged = np.frombuffer(bytes(raw), dtype=array.dtype).reshape(-1, *array.shape[1:])
         with pytest.raises(ValueError, match="routes, block 0"):
-            assemble(ref, {0: damaged}, shape.moe_layers)
+            assemble_routes(ref, {0: damaged}, shape.moe_layers)
 
 
 def test_a_log_probability_that_is_no_number_is_always_an_error() -> None:

@@ -13,7 +13,7 @@ from rltrain.batch import RouteRef
 from rltrain.routing import objects
 from rltrain.routing.codec import RouteIds, decode
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
-from rltrain.routing.objects import assemble, assign_objects, blocks_of, pack
+from rltrain.routing.objects import assemble_routes, assign_objects, blocks_of, pack_routes
 
 
 @given(st.lists(st.integers(1, 400_000), max_size=20), st.integers(1, 64))
@@ -53,7 +53,9 @@ def packed(
     ids[0][0, :, 0] = num_experts - 1
     shape = RouteShape(10, LAYERS, num_experts, 2)
     checked = [CheckedRoutes(array, 0, missing=((0, 1),)) for array in ids]
-    arrays, refs = pack(checked, shape, block_sizes, weight_version=7, producer="vLLM 0.30.0")
+    arrays, refs = pack_routes(
+        checked, shape, block_sizes, weight_version=7, producer="vLLM 0.30.0"
+    )
     for array in arrays:
         array.flags.writeable = False  # as they come out of the object store
     return ids, arrays, refs
@@ -61,7 +63,7 @@ def packed(
 
 def fetched(ref: RouteRef, arrays: list[RouteIds], layers: list[int]) -> RouteIds:
     needed = {block: arrays[ref.blocks[block]] for block in blocks_of(ref, layers)}
-    return assemble(ref, needed, layers)
+    return assemble_routes(ref, needed, layers)
 
 
 BLOCKS = st.sampled_from([(6,), (1, 5), (2, 2, 2), (1, 1, 1, 1, 1, 1), (3, 1, 2)])
@@ -148,8 +150,8 @@ def test_one_changed_id_is_found_in_every_block(sample: int, block: int) -> None
     layers = [layer for n, layer in enumerate(LAYERS) if n not in range(*_SPANS[block])]
     held[block][ref.start_row + ref.rows - 1, -1, -1] ^= 1
     with pytest.raises(ValueError, match=rf"block {block}, rows .* checksum"):
-        assemble(ref, held, LAYERS)
-    assemble(ref, held, layers)  # the other blocks are as they were
+        assemble_routes(ref, held, LAYERS)
+    assemble_routes(ref, held, layers)  # the other blocks are as they were
 
 
 _SPANS = ((0, 2), (2, 5), (5, 6))
@@ -158,4 +160,4 @@ _SPANS = ((0, 2), (2, 5), (5, 6))
 def test_swapped_blocks_are_refused() -> None:
     _, arrays, (_, ref) = packed((3, 3))
     with pytest.raises(ValueError, match="checksum"):
-        assemble(ref, {0: arrays[1], 1: arrays[0]}, LAYERS)
+        assemble_routes(ref, {0: arrays[1], 1: arrays[0]}, LAYERS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rltrain.batch import RouteRef
 from rltrain.routing.codec import token_checksum
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
-from rltrain.routing.objects import pack
+from rltrain.routing.objects import pack_routes
 from rltrain.routing.trace import check_refs, check_trace
 
 SHAPE = RouteShape(num_layers=5, moe_layers=(1, 2, 4), num_experts=512, experts_per_token=2)
@@ -32,7 +32,7 @@ def sent() -> tuple[list[RouteRef], list[Tensor]]:
         CheckedRoutes(rows, token_checksum(tokens.numpy()), (MISSING,) if number == 1 else ())
         for number, (rows, tokens) in enumerate(zip(ids, TOKENS, strict=True))
     ]
-    _, refs = pack(checked, SHAPE, (2, 1), weight_version=3, producer="vLLM 0.30.0")
+    _, refs = pack_routes(checked, SHAPE, (2, 1), weight_version=3, producer="vLLM 0.30.0")
     last = np.zeros((1, 3, 2), dtype=np.int64)
     stored = [np.concatenate([rows, last]).astype(np.uint16).view(np.int16) for rows in ids]
     return refs, [torch.from_numpy(rows) for rows in stored]

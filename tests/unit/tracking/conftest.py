@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rltrain.config.errors import validate
-from rltrain.config.saved_config import save
+from rltrain.config.saved_config import save_config
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.tracker import Tracker
 
@@ -75,7 +75,7 @@ def run_dir(tmp_path_factory):
         "trainer": {"output_dir": str(folder), "steps": NUM_STEPS},
     }
     config = validate(values)
-    save(config, "python -m rltrain.main", ["+recipe=grpo_moe_r3"])
+    save_config(config, "python -m rltrain.main", ["+recipe=grpo_moe_r3"])
     versions = {"torch": "2.13.0", "vllm": "0.30.0", "machine": "2 cores, 24 GiB, no GPU"}
     tracking = TrackingConfig(wandb="disabled")
     with Tracker(
