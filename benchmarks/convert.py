@@ -31,11 +31,11 @@ import torch
 
 from rltrain.policy.megatron.checkpoint_probe import stored_model
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters, read_architecture
-from rltrain.weights.huggingface import manifest
+from rltrain.weights.families import model_parameters, read_architecture
 from rltrain.weights.huggingface.export import export_checkpoint, write_safetensors
 from rltrain.weights.huggingface.import_checkpoint import import_huggingface
-from rltrain.weights.huggingface.stored_model import StoredModel, numel
+from rltrain.weights.huggingface.manifest import check_manifest
+from rltrain.weights.huggingface.stored_model import StoredModel, parameter_numel
 
 MB = 1e6
 STORED = "stored.json"
@@ -83,7 +83,7 @@ def make_model(folder: Path, size: Size) -> Architecture:
     generator = torch.Generator().manual_seed(0)
 
     def tensors() -> Any:
-        for parameter in parameters(arch):
+        for parameter in model_parameters(arch):
             for tensor in parameter.tensors:
                 values = torch.randn(tensor.shape, generator=generator, dtype=torch.bfloat16)
                 yield tensor.name, values
@@ -139,7 +139,7 @@ def convert(what: str, root: Path, max_file_mib: int, sampled: bool) -> None:
                 source, root / "imported", arch, stored, Silent(), max_file_mib * 2**20
             )
         else:
-            manifest.check(root / "imported")
+            check_manifest(root / "imported")
             checked = time.monotonic() - start
             export_checkpoint(
                 root / "imported",
@@ -215,7 +215,7 @@ def measure(root: Path, size: Size) -> None:
     (root / STORED).write_text(stored_model(arch).to_json())
     print(f"Megatron's answer where parameters lie: {time.monotonic() - start:.1f} s")
     total = sum(file.stat().st_size for file in (root / "source").iterdir())
-    largest = max(numel(parameter) for parameter in parameters(arch)) * 2
+    largest = max(parameter_numel(parameter) for parameter in model_parameters(arch)) * 2
     print(f"{total / MB:,.0f} MB, largest parameter {largest / MB:,.0f} MB")
     rows: dict[str, list[dict[str, float]]] = {"cp": [], "import": [], "export": []}
     for number in range(size.rounds):

@@ -15,7 +15,7 @@ from torch import Tensor
 from rltrain.data.cache import save_atomically
 from rltrain.data.tokenizer import tiny_tokenizer
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters, read_architecture
+from rltrain.weights.families import model_parameters, read_architecture
 from rltrain.weights.huggingface.export import write_huggingface
 
 MODELS = Path("~/.cache/rltrain/benchmarks").expanduser()
@@ -74,7 +74,7 @@ def _with_weights(folder: Path, source: Path, skew: float = 0.0) -> Architecture
 def _random(arch: Architecture, skew: float) -> Iterator[tuple[str, Tensor]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     draw = torch.Generator(device).manual_seed(0)
-    for parameter in parameters(arch):
+    for parameter in model_parameters(arch):
         for tensor in parameter.tensors:
             values = torch.randn(tensor.shape, generator=draw, device=device)
             values = 1 + values / 50 if len(tensor.shape) == 1 else values / 50

@@ -42,8 +42,8 @@ from rltrain.data.tiny_model import build_random_model
 from rltrain.main import compose
 from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.requests import Request, SamplingParams
-from rltrain.weights.families import parameters, read_architecture
-from rltrain.weights.sync.broadcast import Group
+from rltrain.weights.families import model_parameters, read_architecture
+from rltrain.weights.sync.broadcast import BroadcastGroup
 from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket
 
 MODELS = Path("~/.cache/rltrain/benchmarks").expanduser()
@@ -184,7 +184,7 @@ def _broadcast(rank: int, file: str, nbytes: int, device: str, rounds: int, queu
     own = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(own)
-    group = Group(file, rank, 2, own, 60.0)
+    group = BroadcastGroup(file, rank, 2, own, 60.0)
     size = BUCKET_BYTES
     buffers = [torch.zeros(size, dtype=torch.uint8, device=own) for _ in range(2)]
     found = []
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> None:
     say(f"the model is in {path}")
     settings = {n: v for n, v in vars(args).items() if n != "out"}
     result = Result("weight_sync", settings=settings)
-    result.measure("naming_s", timed(lambda: list(parameters(read_architecture(path)))))
+    result.measure("naming_s", timed(lambda: list(model_parameters(read_architecture(path)))))
     with tempfile.TemporaryDirectory(prefix="rltrain-weight-sync-") as folder:
         rounds = measure(configuration(path, folder, args), path, args.rounds)
     alone = []

@@ -13,7 +13,7 @@ from rltrain.rollout.engine import RolloutEngine
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.load import read_tensors
 from rltrain.weights.sync import receiver
-from rltrain.weights.sync.engine_fp8 import in_fp8
+from rltrain.weights.sync.engine_fp8 import quantize_stream
 from rltrain.weights.sync.expert_stacks import unstack_experts
 
 COPIED_BYTES = 2**30
@@ -29,7 +29,7 @@ class MeasuredExtension(receiver.ReceiverExtension):
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         arch = read_architecture(config.model, "skip")
         read = read_tensors(config.model, arch, config.dtype)
-        sent = in_fp8(read, arch) if receiver.holds_fp8(config) else read
+        sent = quantize_stream(read, arch) if receiver.holds_fp8(config) else read
         ready = [(name, tensor.to(self.device)) for name, tensor in sent]
         self.wait()
         start = time.perf_counter()
@@ -58,9 +58,9 @@ class MeasuredExtension(receiver.ReceiverExtension):
 
 class MeasuredEngine(RolloutEngine):
     async def start(self) -> dict[str, Any]:
-        theirs = receiver.engine_args()
+        theirs = receiver.receiver_args()
         extension = f"{__name__}.{MeasuredExtension.__name__}"
-        receiver.engine_args = lambda: theirs | {"worker_extension_cls": extension}
+        receiver.receiver_args = lambda: theirs | {"worker_extension_cls": extension}
         return await super().start()
 
     async def measure(self, what: str, *arguments: Any) -> Any:

@@ -61,11 +61,11 @@ def export(arguments: Sequence[str]) -> int:
     import torch
 
     from rltrain.weights.families import read_architecture
-    from rltrain.weights.huggingface import manifest
     from rltrain.weights.huggingface.export import export_checkpoint
+    from rltrain.weights.huggingface.manifest import check_manifest
 
     arch = read_architecture(config, mtp)
-    manifest.check(checkpoint)
+    check_manifest(checkpoint)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     work = partial(export_checkpoint, checkpoint, config, options.out, arch, dtype=dtype)
     return _convert("export", arch, options, work)
@@ -150,11 +150,11 @@ def _convert(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron would start up a GPU that nothing here uses
     from rltrain.policy.megatron.checkpoint_probe import stored_model
     from rltrain.tracking.progress import TransferBar
-    from rltrain.weights.huggingface.stored_model import numel, owned
+    from rltrain.weights.huggingface.stored_model import owned_parameters, parameter_numel
 
     stored = stored_model(arch)
     try:
-        with TransferBar(what, sum(map(numel, owned(arch)))) as bar:
+        with TransferBar(what, sum(map(parameter_numel, owned_parameters(arch)))) as bar:
             work(stored, bar, options.max_file)
     except OSError as error:
         raise RuntimeError(

@@ -26,7 +26,7 @@ from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.generator import Generator
 from rltrain.tracking.gpus import gpu_name
 from rltrain.weights.families import read_architecture
-from rltrain.weights.sync.engine_fp8 import check_blocks
+from rltrain.weights.sync.engine_fp8 import check_fp8_blocks
 
 
 def run(config: Config, data: RunData) -> None:
@@ -38,7 +38,7 @@ def run(config: Config, data: RunData) -> None:
         tokenizer, problems = data.tokenizer, data.problems
         if config.rollout.quantization == "fp8":
             arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
-            check_blocks(arch, config.rollout.tensor_parallel)
+            check_fp8_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
         path = given or warm_started_model(config, placed)

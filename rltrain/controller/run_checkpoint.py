@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from rltrain.config import Config
 from rltrain.config.trainer import CheckpointConfig
 from rltrain.planning.memory_terms import gib
-from rltrain.weights.huggingface import manifest
+from rltrain.weights.huggingface.manifest import MANIFEST, check_manifest, write_manifest
 
 if TYPE_CHECKING:
     from rltrain.controller.cluster.policy_group import PolicyGroup
     from rltrain.controller.cluster.worker_group import WorkerGroup
     from rltrain.weights.architecture.decoder import Architecture
-    from rltrain.weights.huggingface.identity import Identity
+    from rltrain.weights.huggingface.identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def save(
     return target
 
 
-def save_last(run_dir: Path, step: int, policy: "PolicyGroup", model: "Identity") -> Path:
+def save_last(run_dir: Path, step: int, policy: "PolicyGroup", model: "ModelIdentity") -> Path:
     """Leave the weights after ``step``, the run's last, in ``checkpoints/last``.
 
     Where the checkpoint of that step is there, a link to it; else the policy's parameters alone,
@@ -113,7 +113,7 @@ def _write(
             (partial / folder).mkdir(parents=True)
         write(partial)
         (partial / STATE).write_text(json.dumps(dict(state)))
-        manifest.write(partial)
+        write_manifest(partial)
         _remove(target)
         os.rename(partial, target)
     except (OSError, RuntimeError) as error:  # a worker's error is an `ActorFailed`
@@ -140,39 +140,39 @@ def _free(target: Path) -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The complete ones of its steps, oldest first."""
-    found = (p.parent for p in _folder(run_dir).glob(f"step_*/{manifest.MANIFEST}"))
+    found = (p.parent for p in _folder(run_dir).glob(f"step_*/{MANIFEST}"))
     return sorted(found, key=step_of)
 
 
 def last_weights(run_dir: Path) -> Path | None:
     """Where `save_last` left weights; None where it has not."""
     last = _folder(run_dir) / LAST
-    return last if (last / manifest.MANIFEST).is_file() else None
+    return last if (last / MANIFEST).is_file() else None
 
 
-def model_of(config: Config, arch: "Architecture") -> "Identity":
+def model_of(config: Config, arch: "Architecture") -> "ModelIdentity":
     """What a checkpoint of this run says of its model.
 
     Args:
         arch: see `model_checks.read_model`
     """
     # Importing it imports torch, which takes seconds.
-    from rltrain.weights.huggingface.identity import identity_of, identity_of_made
+    from rltrain.weights.huggingface.identity import identity_of, identity_of_recipe
 
     model = config.model
     if model.path is None:
-        return identity_of_made(arch, model.tiny.model_dump(mode="json"))
+        return identity_of_recipe(arch, model.tiny.model_dump(mode="json"))
     imported = None if model.weights is None else Path(model.weights).expanduser()
     return identity_of(Path(model.path).expanduser(), arch, imported)
 
 
-def check_model(path: Path, model: "Identity", *, trust: bool) -> None:
+def check_model(path: Path, model: "ModelIdentity", *, trust: bool) -> None:
     """The checkpoint in ``path`` is of this model.
 
     Raises:
         ValueError: it is of another one, or does not say and is not trusted.
     """
-    from rltrain.weights.huggingface.identity import differences
+    from rltrain.weights.huggingface.identity import identity_differences
 
     saved = read_state(path).get("model")
     if saved is None and not trust:
@@ -180,7 +180,7 @@ def check_model(path: Path, model: "Identity", *, trust: bool) -> None:
             f"{path} does not say which model it is of: a version of rltrain before 0.1.1 wrote "
             "it. Set checkpoint.trust=true if you know that it is of this model"
         )
-    if saved is not None and (found := differences(saved, model)):
+    if saved is not None and (found := identity_differences(saved, model)):
         raise ValueError(
             f"{path} is of another model than model.path:\n"
             + "\n".join(f"  {line}" for line in found)
@@ -247,7 +247,7 @@ def verify(path: Path, run_dir: Path, *, trust: bool) -> None:
             f"{path} is not from this run's folder {run_dir}. A checkpoint holds pickles, which "
             "can run any code: set checkpoint.trust=true only if you know who wrote it"
         )
-    manifest.check(path)
+    check_manifest(path)
 
 
 def _folder(run_dir: Path) -> Path:

@@ -24,7 +24,7 @@ from rltrain.policy.types import Scored, Updated
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import OUTCOME, Tracker
-from rltrain.weights.huggingface.identity import Identity
+from rltrain.weights.huggingface.identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Loop(ABC):
     speed: Speed
     evaluator: Evaluation = field(init=False)
     tracker: Tracker = field(init=False)
-    model: Identity = field(init=False)  # which one a checkpoint is of
+    model: ModelIdentity = field(init=False)  # which one a checkpoint is of
     resumed_after: int = field(init=False, default=0)  # the step, 0 in a fresh run
 
     @abstractmethod

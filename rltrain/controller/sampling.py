@@ -14,7 +14,7 @@ from rltrain.controller.evaluation import rewarded_samples
 from rltrain.data.loader import PromptLoader
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardPool
-from rltrain.rollout.generator import Generator, Group, build_batch
+from rltrain.rollout.generator import Generator, ResponseGroup, build_batch
 from rltrain.rollout.requests import request_seed
 from rltrain.tracking.timers import StepTimer
 
@@ -93,7 +93,7 @@ class Sampler:
         """Rewards are computed while other responses are generated: the phase ``generate`` ends
         with the last response, and ``reward`` is what is left then."""
         problems = next(self.prompts)
-        groups: list[Group] = []
+        groups: list[ResponseGroup] = []
         with timer.phase("generate"):
             wanted = self.config.trainer.prompts_per_step
             for group in self.generator.stream(problems, step, round, keep=wanted):

@@ -17,13 +17,13 @@ from rltrain.planning.placement import Placement
 from rltrain.planning.roofline import Card, Work, decoding_seconds, forward_flops, update_flops
 from rltrain.tracking.environment import resident_gib
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.mapping.rank_share import held_by
+from rltrain.weights.mapping.rank_share import rank_parameters
 
 
 def work_of(config: Config, arch: Architecture) -> Work:
     """What the model asks of a card."""
     numbers: Counter[str] = Counter()
-    for held in held_by(arch, ParallelConfig(), stage=0):
+    for held in rank_parameters(arch, ParallelConfig(), stage=0):
         numbers[held.part] += held.numel
     experts, embedding = numbers.pop("experts", 0), numbers.pop("embedding")
     numbers.pop("MTP", None)

@@ -17,7 +17,7 @@ from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.sync.digest import check_same
-from rltrain.weights.sync.stream import SLOTS, Bucket, merged
+from rltrain.weights.sync.stream import SLOTS, Bucket, merge_buckets
 
 
 @dataclass
@@ -68,7 +68,7 @@ class WeightSync:
     def _next_bucket(self) -> Bucket | None:
         filled = self.policy.next_weight_buckets()
         if self.transport == "ipc":
-            return merged(filled) if filled else None
+            return merge_buckets(filled) if filled else None
         return filled[0] if filled else None
 
     def _connect(self) -> list[str]:

@@ -7,7 +7,7 @@ from rltrain.config import Config
 from rltrain.config.policy import ParallelConfig
 from rltrain.planning.memory_terms import GIB, Term, gib
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.mapping.rank_share import held_by
+from rltrain.weights.mapping.rank_share import rank_parameters
 from rltrain.weights.sync.stream import BUCKET_BYTES
 
 MAX_SEQUENCES = 1024
@@ -68,7 +68,7 @@ def _weights(config: Config, arch: Architecture, width: int) -> list[Term]:
     tp = config.rollout.tensor_parallel
     alone = ParallelConfig(tp=tp, etp=tp)
     parts: dict[str, int] = {}
-    for held in held_by(arch, alone, stage=0):
+    for held in rank_parameters(arch, alone, stage=0):
         parts[held.part] = parts.get(held.part, 0) + held.numel
     parts.pop("MTP", None)  # the engine drafts nothing
     fp8 = config.rollout.quantization == "fp8"

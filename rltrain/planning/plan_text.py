@@ -13,7 +13,7 @@ from rltrain.planning.placement import Placement
 from rltrain.planning.plan_colocation import generation, host, training, weight_sync
 from rltrain.planning.plan_faults import NODE, find_faults, planned
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.huggingface.stored_model import numel, owned
+from rltrain.weights.huggingface.stored_model import owned_parameters, parameter_numel
 
 ONE_NODE = "a run spans one node today"
 RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
@@ -66,7 +66,7 @@ def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: 
 
 
 def model_lines(arch: Architecture, note: str) -> list[str]:
-    count = sum(numel(p) for p in owned(arch) if p.rule.kind != "buffer")
+    count = sum(parameter_numel(p) for p in owned_parameters(arch) if p.rule.kind != "buffer")
     experts = f", {arch.num_experts} experts, {arch.experts_per_token} a token"
     return [
         f"model: {arch.family}, {count:,} parameters, {arch.num_layers} layers"

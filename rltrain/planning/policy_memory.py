@@ -15,7 +15,7 @@ from rltrain.parallel.layer_map import Pipeline, route_layers
 from rltrain.planning.activations import Layer, layer, micro_batches_in_flight
 from rltrain.planning.memory_terms import Term, total
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.mapping.rank_share import PARTS, Held, held_by
+from rltrain.weights.mapping.rank_share import MODEL_PARTS, RankParameter, rank_parameters
 
 BLOCK = 2**27
 """Logits that are made at once, or one a token where there are more tokens."""
@@ -43,9 +43,9 @@ def count(config: Config, arch: Architecture, stage: int) -> Counts:
     """What a rank of a pipeline stage holds, all its model chunks together."""
     parallel = config.policy.parallel
     dense = experts = frozen = buffers = 0
-    parts = dict.fromkeys(PARTS, 0)
+    parts = dict.fromkeys(MODEL_PARTS, 0)
     for chunk in range(parallel.vpp):
-        held = list(held_by(arch, parallel, stage, chunk))
+        held = list(rank_parameters(arch, parallel, stage, chunk))
         for each in held:
             parts[each.part] += each.numel
         trained = [each for each in held if _is_trained(each, config)]
@@ -222,12 +222,12 @@ def _routes(config: Config, arch: Architecture, stage: int, flight: int, slots: 
     return Term("routes", how, flight * rows * layers * arch.experts_per_token * width)
 
 
-def _is_trained(held: Held, config: Config) -> bool:
+def _is_trained(held: RankParameter, config: Config) -> bool:
     is_router = held.name.endswith((".mlp.router.weight", ".mlp.router.bias"))
     return held.kind == "trained" and not (config.optimizer.freeze_router and is_router)
 
 
-def _buffer(held: Iterable[Held], ranks: int, *, own_bucket: bool = False) -> int:
+def _buffer(held: Iterable[RankParameter], ranks: int, *, own_bucket: bool = False) -> int:
     """Elements of Megatron's buffer: parameters start at multiples of 64, and its buckets end at
     multiples of 128 and of the ranks. A tied embedding has a bucket of its own.
 

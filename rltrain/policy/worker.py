@@ -34,11 +34,11 @@ from rltrain.routing.flips import WideFlips, judged_rows, wide_flips
 from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.export import write_huggingface
-from rltrain.weights.sync.broadcast import SENDER, BroadcastSender, Group
+from rltrain.weights.sync.broadcast import SENDER, BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.cuda_ipc import IpcSender, device_name
-from rltrain.weights.sync.engine_fp8 import in_fp8
+from rltrain.weights.sync.engine_fp8 import quantize_stream
 from rltrain.weights.sync.sender import full_tensors
-from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket, BucketStream, Sender
+from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket, BucketSender, BucketStream
 
 
 class PolicyWorker(MegatronWorker):
@@ -289,7 +289,7 @@ class PolicyWorker(MegatronWorker):
         """Rank 0 joins the engines' workers, to broadcast weights to them. Collective with them."""
         if self.mesh.rank == 0:
             timeout_s = self.config.cluster.call_timeout_s
-            self.group = Group(file, SENDER, size, self.device, timeout_s)
+            self.group = BroadcastGroup(file, SENDER, size, self.device, timeout_s)
 
     def begin_weight_stream(
         self, dtype: str, transport: Transport, receivers: Sequence[str]
@@ -301,10 +301,10 @@ class PolicyWorker(MegatronWorker):
         """
         tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
-            tensors = in_fp8(tensors, self.arch)
+            tensors = quantize_stream(tensors, self.arch)
         self._stream = BucketStream(tensors, self._sender(transport, receivers), BUCKET_BYTES)
 
-    def _sender(self, transport: Transport, receivers: Sequence[str]) -> Sender | None:
+    def _sender(self, transport: Transport, receivers: Sequence[str]) -> BucketSender | None:
         if transport == "ipc":
             shares = self.device_name() in receivers
             return IpcSender(self.device, BUCKET_BYTES) if shares else None

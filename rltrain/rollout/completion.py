@@ -20,7 +20,7 @@ def check_length(request: Request, sampling: SamplingParams, max_model_len: int)
         )
 
 
-def check_tokens(request: Request, vocab_size: int) -> None:
+def check_prompt_tokens(request: Request, vocab_size: int) -> None:
     """ValueError when a token of the prompt has no row of the model's embedding: vLLM would take
     one that only pads it."""
     check_ids(request.prompt_tokens, vocab_size, str(request))

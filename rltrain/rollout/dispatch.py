@@ -10,8 +10,7 @@ from typing import Any
 
 import ray
 
-from rltrain.actors.failures import AwaitedCall as Wait
-from rltrain.actors.failures import get_all, timeout_failure
+from rltrain.actors.failures import AwaitedCall, get_all, timeout_failure
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 
 QUEUED = 2
@@ -23,7 +22,7 @@ ABORT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Call:
+class RequestBatch:
     """Requests that an engine gets together."""
 
     groups: Sequence[int]  # which of the step's they are
@@ -33,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _Running:
-    call: Call
+    call: RequestBatch
     engine: int
     name: str  # by which the engine can abort it
 
@@ -51,8 +50,8 @@ class Dispatcher:
         self._timeout_s = timeout_s
 
     def run(
-        self, calls: Sequence[Call], sampling: SamplingParams, step: int
-    ) -> Generator[tuple[Call, list[Rollout]] | None, None, None]:
+        self, calls: Sequence[RequestBatch], sampling: SamplingParams, step: int
+    ) -> Generator[tuple[RequestBatch, list[Rollout]] | None, None, None]:
         """Every call and its rollouts in the order in which they finish; None when none did for
         ``POLL_S``, so that the caller may do something else. Closing the iterator aborts the rest.
 
@@ -86,7 +85,7 @@ class Dispatcher:
         finally:
             self._abort(running)
 
-    def _most_of_each(self, calls: Sequence[Call], step: int) -> float:
+    def _most_of_each(self, calls: Sequence[RequestBatch], step: int) -> float:
         """How many requests an engine may have before another call goes to it."""
         if len(self.engines) == 1 or all(call.engine is not None for call in calls):
             return math.inf
@@ -108,11 +107,11 @@ class Dispatcher:
             ray.wait(refs, num_returns=len(refs), timeout=ABORT_S)
 
 
-def _wait(engine: int, step: int) -> Wait:
-    return Wait("rollout", f"generate, engine {engine}, step {step}")
+def _wait(engine: int, step: int) -> AwaitedCall:
+    return AwaitedCall("rollout", f"generate, engine {engine}, step {step}")
 
 
-def _place(call: Call, load: Counter[int], most: float) -> int | None:
+def _place(call: RequestBatch, load: Counter[int], most: float) -> int | None:
     """The engine that is to have the call now."""
     if call.engine is not None:
         return call.engine

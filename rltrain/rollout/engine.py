@@ -22,7 +22,7 @@ from rltrain.actors.failures import child_failure
 from rltrain.batch import RouteRef
 from rltrain.rollout.completion import (
     check_length,
-    check_tokens,
+    check_prompt_tokens,
     sampled_logprobs,
     stop_string,
     vllm_params,
@@ -95,7 +95,7 @@ class RolloutEngine:
         chosen = scheduler_args(self._spec, vllm.__version__)
         chosen |= engine_args(self._spec, known, has_fp32_head=has_fp32_head())
         self._overrides = chosen["hf_overrides"]
-        args = AsyncEngineArgs(**chosen, **receiver.engine_args())
+        args = AsyncEngineArgs(**chosen, **receiver.receiver_args())
         more = self._spec.rollout.stop_token_ids
         self._stop_token_ids = stop_token_ids(self._spec.model_path, more)
         self._vocab_size = int(folder_config(self._spec.model_path)["vocab_size"])
@@ -198,7 +198,7 @@ class RolloutEngine:
         """
         for request in requests:
             check_length(request, sampling, self._spec.max_model_len)
-            check_tokens(request, self._vocab_size)
+            check_prompt_tokens(request, self._vocab_size)
         if self._syncing:
             raise RuntimeError("generate was called between start and finish of a weight sync")
         call = call or uuid.uuid4().hex

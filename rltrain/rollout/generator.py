@@ -12,7 +12,7 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.rollout.dispatch import Call, Dispatcher
+from rltrain.rollout.dispatch import Dispatcher, RequestBatch
 from rltrain.rollout.requests import Prompt, Request, Rollout, SamplingParams, request_seed
 from rltrain.routing.align import last_rows
 
@@ -21,7 +21,7 @@ REQUESTS_PER_CALL = 64
 
 
 @dataclass(frozen=True)
-class Group:
+class ResponseGroup:
     """The responses to one prompt."""
 
     index: int  # of the prompt among those that were given
@@ -58,7 +58,7 @@ class Generator:
 
     def stream(
         self, problems: Sequence[Prompt], step: int, round: int = 0, keep: int | None = None
-    ) -> Iterator[Group | None]:
+    ) -> Iterator[ResponseGroup | None]:
         """G responses to each problem, group by group as they finish; None when none did for a
         moment, so that the caller may do something else meanwhile.
 
@@ -79,7 +79,7 @@ class Generator:
 
     def _run(
         self, groups: Sequence[Sequence[Request]], sampling: SamplingParams, step: int, keep: int
-    ) -> Iterator[Group | None]:
+    ) -> Iterator[ResponseGroup | None]:
         calls = self._calls(groups, alone=keep < len(groups))
         with closing(self._dispatcher.run(calls, sampling, step)) as results:
             for found in results:
@@ -89,12 +89,12 @@ class Generator:
                 call, rollouts = found
                 for n, i in enumerate(call.groups[:keep]):
                     mine = rollouts[n * sampling.num_samples : (n + 1) * sampling.num_samples]
-                    yield Group(i, mine, [str(request) for request in groups[i]])
+                    yield ResponseGroup(i, mine, [str(request) for request in groups[i]])
                 keep -= len(call.groups)
                 if keep <= 0:
                     return
 
-    def _calls(self, groups: Sequence[Sequence[Request]], alone: bool) -> list[Call]:
+    def _calls(self, groups: Sequence[Sequence[Request]], alone: bool) -> list[RequestBatch]:
         """One to an engine, in a fixed order, where that decides what is sampled; else small ones.
 
         Args:
@@ -110,7 +110,7 @@ class Generator:
             size = 1 if alone else max(1, REQUESTS_PER_CALL // len(groups[0]))
             shares = [(numbers[i : i + size], None) for i in numbers[::size]]
         return [
-            Call(share, [request for i in share for request in groups[i]], engine)
+            RequestBatch(share, [request for i in share for request in groups[i]], engine)
             for share, engine in shares
         ]
 

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from rltrain.rollout.stop_scheduler import stopping
+from rltrain.rollout.stop_scheduler import with_stop_strings
 
 ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -32,7 +32,7 @@ def route_scheduler(*, vllm_config: Any, **arguments: Any) -> Scheduler:
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     if vllm_config.model_config.enable_return_routed_experts:
         kind = _sending_once(kind)
-    found: Scheduler = stopping(kind)(vllm_config=vllm_config, **arguments)
+    found: Scheduler = with_stop_strings(kind)(vllm_config=vllm_config, **arguments)
     return found
 
 

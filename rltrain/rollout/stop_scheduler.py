@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from rltrain.rollout.stop_strings import STOP_STRINGS, StopStrings
 
 
-def stopping(kind: Any) -> Any:
+def with_stop_strings(kind: Any) -> Any:
     """The scheduler ``kind`` that also ends requests at their stop strings."""
 
     class StoppingScheduler(kind):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from rltrain.verification.pass_file import Pass
 from rltrain.verification.routes_file import Routes
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.load import load_huggingface
-from rltrain.weights.mapping.seeded import fill
+from rltrain.weights.mapping.seeded import fill_seeded
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def run_task(rank: int, folder: Path, task: Task, device: str) -> None:
     mesh = init_mesh(parallel, rank, parallel.world_size, init_method, own)
     chunks = build_model(task.arch, task.policy, mesh, device=own, routing_replay=True)
     if task.weights is None:
-        fill(chunks, task.arch, mesh)
+        fill_seeded(chunks, task.arch, mesh)
     else:
         load_huggingface(task.weights, chunks, task.arch, mesh)
     _pass(ModelOnMesh(chunks, task.arch, mesh, task.policy, temperature=1.0), task, own)

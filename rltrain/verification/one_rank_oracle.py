@@ -37,7 +37,7 @@ from rltrain.verification.layout_row import NATIVE, PERTURBED, RECORDED, Row, re
 from rltrain.verification.observation import Observed, observe
 from rltrain.verification.pass_file import relative_error
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.mapping.seeded import fill
+from rltrain.weights.mapping.seeded import fill_seeded
 
 
 def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> None:
@@ -163,7 +163,7 @@ def _model(
     """
     mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init_method, device)
     chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
-    fill(chunks, case.arch, mesh, weights or _dtype(case, device))
+    fill_seeded(chunks, case.arch, mesh, weights or _dtype(case, device))
     try:
         yield ModelOnMesh(chunks, case.arch, mesh, case.policy, temperature=1.0)
     finally:

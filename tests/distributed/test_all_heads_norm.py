@@ -15,7 +15,7 @@ from torch import Tensor
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.verification.layout_models import QWEN3_LIKE
-from rltrain.weights.mapping.seeded import fill
+from rltrain.weights.mapping.seeded import fill_seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward
 
@@ -77,7 +77,7 @@ def run(rank: int, folder: Path) -> None:
         mesh = init_mesh(parallel, rank, tp, rendezvous(folder, name), CPU)
         policy = PolicyConfig(parallel=parallel)
         chunks = build(mesh, policy)
-        fill(chunks, ARCH, mesh)
+        fill_seeded(chunks, ARCH, mesh)
         optimizer, rate = build_optimizer(chunks, OPTIMIZER, policy.precision, CPU)
         found = {}
         if name == "resharded":

@@ -14,8 +14,8 @@ from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.verification.layout_models import DEEPSEEK_LIKE, LATENT, MODELS
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.mapping.seeded import fill, seeded
+from rltrain.weights.families import model_parameters
+from rltrain.weights.mapping.seeded import fill_seeded, seeded_tensor
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import Layout, forward_backward
 
@@ -66,17 +66,17 @@ def test_equals_one_rank(results: Any, name: str, case: str) -> None:
 def test_what_has_a_gradient_is_what_is_trained(results: Any, name: str) -> None:
     found = results[name, REFERENCE]
     assert all(x.isfinite().all() for x in found.values())
-    every = {t.sent_as: p.rule.kind for p in parameters(MODELS[name]) for t in p.tensors}
+    every = {t.sent_as: p.rule.kind for p in model_parameters(MODELS[name]) for t in p.tensors}
     gradients = {k.removeprefix("gradient/"): x for k, x in found.items() if "gradient/" in k}
     assert gradients.keys() == {tensor for tensor, kind in every.items() if kind == "trained"}
     # Some expert sees no token; whatever else is wired up has a gradient.
     assert not [n for n, x in gradients.items() if not x.any() and ".mlp.experts." not in n]
-    for parameter in parameters(MODELS[name]):
+    for parameter in model_parameters(MODELS[name]):
         for tensor in parameter.tensors:
             weight = found[f"weight/{tensor.sent_as}"]
             if weight.shape != tensor.shape:
                 weight = tensor.stacked.within(weight, tensor.expert)
-            moved = not torch.equal(weight, seeded(tensor))
+            moved = not torch.equal(weight, seeded_tensor(tensor))
             if not moved and tensor.expert is not None and weight.ndim == 1:
                 continue  # a bias of an expert that saw no token, which no decay moves either
             assert moved == (every[tensor.sent_as] == "trained"), tensor.name
@@ -147,7 +147,7 @@ def build(
     chunks = build_model(
         arch, policy or PolicyConfig(), mesh, device=CPU, routing_replay=True, **options
     )
-    fill(chunks, arch, mesh)
+    fill_seeded(chunks, arch, mesh)
     return chunks
 
 
@@ -293,7 +293,7 @@ def check_latent_attention(mesh: Any) -> None:
 
     arch = replace(LATENT, rotary_scaling=None)  # with YaRN: test_families, against transformers
     [chunk] = build(mesh, arch, ddp=False)
-    tensors = {t.name: seeded(t) for p in parameters(arch) for t in p.tensors}
+    tensors = {t.name: seeded_tensor(t) for p in model_parameters(arch) for t in p.tensors}
     hidden = torch.randn(12, 1, 32, generator=torch.Generator().manual_seed(6))
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     packed = PackedSeqParams("thd", ends, ends, None, None, 7, 7)
@@ -408,7 +408,7 @@ def check_loading(mesh: Any, folder: Path) -> None:
     from rltrain.weights.sync.sender import full_tensors
 
     arch, whole, lacking = WITH_MTP, folder / "whole", folder / "lacking"
-    tensors = {t.name: seeded(t) for p in parameters(arch) for t in p.tensors}
+    tensors = {t.name: seeded_tensor(t) for p in model_parameters(arch) for t in p.tensors}
     bias = "model.layers.5.mlp.gate.e_score_correction_bias"
     for path, left_out in ((whole, None), (lacking, bias)):
         path.mkdir()

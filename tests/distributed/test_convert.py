@@ -22,13 +22,13 @@ from rltrain.config import Config
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.verification.layout_models import MODELS
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters, read_architecture
-from rltrain.weights.huggingface import manifest
+from rltrain.weights.families import model_parameters, read_architecture
 from rltrain.weights.huggingface.export import export_checkpoint, write_safetensors
 from rltrain.weights.huggingface.import_checkpoint import import_huggingface
+from rltrain.weights.huggingface.manifest import check_manifest, write_manifest
 from rltrain.weights.huggingface.stored_model import StoredModel
-from rltrain.weights.mapping.mtp import with_copies
-from rltrain.weights.mapping.seeded import seeded
+from rltrain.weights.mapping.mtp import with_mtp_copies
+from rltrain.weights.mapping.seeded import seeded_tensor
 from tests.distributed.run_ranks import rendezvous, run_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -54,11 +54,11 @@ def save_model(root: Path, name: str) -> None:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text('{"dtype": "bfloat16"}')
         tensors = {
-            t.name: seeded(t) if p.rule.kind == "buffer" else seeded(t).bfloat16()
-            for p in parameters(MODELS[name])
+            t.name: seeded_tensor(t) if p.rule.kind == "buffer" else seeded_tensor(t).bfloat16()
+            for p in model_parameters(MODELS[name])
             for t in p.tensors
         }
-        write_safetensors(folder, with_copies(tensors.items(), MODELS[name]), 10**9)
+        write_safetensors(folder, with_mtp_copies(tensors.items(), MODELS[name]), 10**9)
         return
     from tests.distributed.tiny_families import make  # transformers, which no child process needs
 
@@ -151,7 +151,7 @@ def test_import_then_export_is_bitwise(root: Path, name: str) -> None:
         if (model / file).exists():
             assert (exported / file).read_bytes() == (model / file).read_bytes()
     assert not list((root / name).glob(".*"))
-    manifest.check(root / name / "imported")
+    check_manifest(root / name / "imported")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -159,7 +159,7 @@ def test_import_then_export_is_bitwise(root: Path, name: str) -> None:
 def test_a_run_s_checkpoint_of_any_layout_exports(root: Path, name: str, layout: str) -> None:
     """With the vocabulary's padding cut off again; fp32, as the run had it, and bf16 if asked."""
     checkpoint, model = root / name / layout, root / name / "model"
-    manifest.write(checkpoint)
+    write_manifest(checkpoint)
     expected = load(model)
     for dtype in (None, torch.bfloat16):
         out = root / name / f"{layout}.{dtype}"

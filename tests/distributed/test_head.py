@@ -16,7 +16,7 @@ import torch
 from rltrain.batch import Batch
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.verification.pass_file import relative_error
-from rltrain.weights.mapping.seeded import fill
+from rltrain.weights.mapping.seeded import fill_seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import ARCH, LENGTHS, Layout, forward_backward, sequences
 
@@ -81,7 +81,7 @@ def _errors(
     name = f"{parallel.tp} {parallel.pp} {tied} {params}"
     mesh = init_mesh(parallel, rank, parallel.world_size, rendezvous(folder, name), cpu)
     chunks: list[Any] = build_model(arch, policy, mesh, device=cpu, routing_replay=True)
-    fill(chunks, arch, mesh)
+    fill_seeded(chunks, arch, mesh)
     batch = _batch()
     layout = Layout(parallel)
     # The same micro-batches on both sides: in bf16 others round, and route, in another way.

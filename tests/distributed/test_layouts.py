@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig
 from rltrain.verification.pass_file import relative_error
-from rltrain.weights.mapping.seeded import fill
+from rltrain.weights.mapping.seeded import fill_seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import ARCH, LENGTHS, Layout, forward_backward
 
@@ -80,7 +80,7 @@ def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
     init = rendezvous(folder, name)
     mesh = init_mesh(layout.parallel, rank, layout.parallel.world_size, init, cpu)
     chunks = build_model(ARCH, policy, mesh, device=cpu, routing_replay=False)
-    fill(chunks, ARCH, mesh)
+    fill_seeded(chunks, ARCH, mesh)
     optimizer, learning_rate = build_optimizer(chunks, OPTIMIZER, policy.precision, cpu)
     found: dict[str, Tensor] = {}
     for update in range(2):

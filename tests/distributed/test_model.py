@@ -13,7 +13,7 @@ from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import ParallelConfig, PolicyConfig, PrecisionConfig
 from rltrain.verification.layout_models import MODELS
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.mapping.seeded import fill
+from rltrain.weights.mapping.seeded import fill_seeded
 from tests.distributed.run_ranks import rendezvous, run_ranks
 from tests.distributed.tiny import ARCH, Layout, forward_backward
 
@@ -46,7 +46,7 @@ def build(mesh: Any, arch: Architecture = ARCH, **options: Any) -> list[nn.Modul
     keywords = {k: options.pop(k) for k in ("ddp", "freeze_router") if k in options}
     policy = PolicyConfig(**options)
     chunks = build_model(arch, policy, mesh, device=CPU, routing_replay=False, **keywords)
-    fill(chunks, arch, mesh)
+    fill_seeded(chunks, arch, mesh)
     return chunks
 
 

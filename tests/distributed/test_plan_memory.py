@@ -151,14 +151,14 @@ def states_of(case: Case, mesh: Any) -> dict[str, Any]:
     from rltrain.planning.policy_memory import count, data_parallel, expert_data_parallel, states
     from rltrain.weights.mapping.grid import GridPosition
     from rltrain.weights.mapping.local_parameters import local_parameters
-    from rltrain.weights.mapping.rank_share import held_by
+    from rltrain.weights.mapping.rank_share import rank_parameters
 
     chunks, optimizer = build(case, mesh)
     parallel, arch = case.config.policy.parallel, case.arch
     held = [
         each
         for chunk in range(parallel.vpp)
-        for each in held_by(arch, parallel, mesh.pp_rank, chunk, mesh.ep_rank)
+        for each in rank_parameters(arch, parallel, mesh.pp_rank, chunk, mesh.ep_rank)
     ]
     local = local_parameters(chunks, arch, GridPosition.of(mesh))
     dense = [buffer for chunk in chunks for buffer in chunk.buffers]
@@ -214,14 +214,14 @@ def peak_of(case: Case, mesh: Any) -> dict[str, Any]:
     from rltrain.planning.policy_memory import passes
     from rltrain.policy.passes.micro_batch import MicroBatch, cut
     from rltrain.policy.passes.passes import ModelOnMesh, accumulate
-    from rltrain.weights.mapping.seeded import fill
+    from rltrain.weights.mapping.seeded import fill_seeded
     from tests.distributed.live_bytes import LiveBytes
 
     def objective(mb: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
         return (logprobs - 0.01 * entropy).mean(), Sums({}, {})
 
     chunks, _ = build(case, mesh)
-    fill(chunks, case.arch, mesh)
+    fill_seeded(chunks, case.arch, mesh)
     tokens = sum(LENGTHS)
     policy = {**case.config.policy.model_dump(), "max_tokens_per_micro_batch": tokens}
     config = Config.model_validate({"policy": policy})

@@ -23,7 +23,7 @@ from rltrain.config import Config
 from rltrain.data.packing import pack_micro_batches, plan_step
 from rltrain.routing.align import last_rows
 from rltrain.verification.pass_file import relative_error
-from rltrain.weights.sync.broadcast import BroadcastReceiver, Group
+from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastReceiver
 from tests.distributed.run_ranks import asked_for, rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -266,7 +266,7 @@ def received(worker: Any, file: Path) -> dict[str, Tensor]:
     sent: dict[str, Tensor] = {}
     cpu = torch.device("cpu")
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(Group, str(file), 1, 2, cpu, 60.0)
+        joining = threads.submit(BroadcastGroup, str(file), 1, 2, cpu, 60.0)
         worker.join_group(str(file), 2)
         receiver = BroadcastReceiver(joining.result(), cpu)
         worker.begin_weight_stream("bfloat16", "broadcast", [])

@@ -62,7 +62,7 @@ def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from rltrain.weights.sync.broadcast import BroadcastSender, Group
+    from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
     from rltrain.weights.sync.cuda_ipc import IpcSender
     from rltrain.weights.sync.stream import BucketStream
 
@@ -71,12 +71,12 @@ def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
     sets = {seed: load_file(folder / f"set{seed}" / "model.safetensors") for seed in SETS}
     on_device = {s: {n: t.to(device) for n, t in held.items()} for s, held in sets.items()}
     pipe.send("ready")
-    group: Group | None = None
+    group: BroadcastGroup | None = None
     stream: BucketStream | None = None
     while (asked := pipe.recv()) != "end":
         what, *arguments = asked
         if what == "join":
-            group = Group(*arguments, device, 60.0)
+            group = BroadcastGroup(*arguments, device, 60.0)
         elif what == "begin":
             sender = (
                 IpcSender(device, BUCKET_BYTES)
@@ -112,7 +112,7 @@ def engine_on(folder: Path, mode: str, *, sleeps: bool) -> Any:
         kv_cache_memory_bytes=256 * 2**20,
         logprobs_mode="processed_logprobs",
         enable_sleep_mode=sleeps,
-        **receiver.engine_args(),
+        **receiver.receiver_args(),
     )
 
 

@@ -32,12 +32,12 @@ from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.load import read_tensors
-from rltrain.weights.huggingface.quantized import quantize
+from rltrain.weights.huggingface.quantized import quantize_fp8
 from rltrain.weights.huggingface.tensor_files import SINGLE
 from rltrain.weights.sync import receiver
 from rltrain.weights.sync.broadcast import BroadcastSender
 from rltrain.weights.sync.digest import check_same
-from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT, fp8_config, in_fp8
+from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT, fp8_config, quantize_stream
 from rltrain.weights.sync.stream import BucketStream
 from tests.distributed.tiny_families import make
 from tests.integration.sync_group import CPU, join
@@ -79,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[f"bf16 {seed}"] = plain
         found[f"fp8 {seed}"] = save(
             tmp_path_factory.mktemp(f"fp8-{seed}"),
-            in_fp8(tensors_of(plain), arch),
+            quantize_stream(tensors_of(plain), arch),
             config_of(plain) | {"quantization_config": fp8_config(arch)},
         )
     return found
@@ -111,7 +111,7 @@ def engine_on(folder: Path, **options: Any) -> LLM:
         kv_cache_memory_bytes=16 * 2**20,
         logprobs_mode="processed_logprobs",
         distributed_executor_backend="uni",
-        **receiver.engine_args(),
+        **receiver.receiver_args(),
         **options,
     )
 
@@ -198,12 +198,14 @@ def test_an_engine_in_fp8_is_synced_bitwise(
     assert generate(engine) == generate(fresh)
     del fresh
     for _ in range(2):
-        sync(engine, in_fp8(tensors_of(folders["bf16 1"]), arch))
+        sync(engine, quantize_stream(tensors_of(folders["bf16 1"]), arch))
     fresh = engine_on(folders["fp8 1"])
     check_same(digest(engine), digest(fresh))
     assert generate(engine) == generate(fresh)
     lost = "model.layers.1.mlp.experts.5.up_proj.weight_scale_inv"
-    sent = [pair for pair in in_fp8(tensors_of(folders["bf16 1"]), arch) if pair[0] != lost]
+    sent = [
+        pair for pair in quantize_stream(tensors_of(folders["bf16 1"]), arch) if pair[0] != lost
+    ]
     unfilled = r"routed_experts \(491566 of 491568 elements\)"
     with pytest.raises(ValueError, match=rf"missing \['{lost}'\] \(1 in all\).*{unfilled}"):
         sync(engine, sent)
@@ -214,7 +216,7 @@ def test_blocks_are_those_of_vllm() -> None:
         for rows, columns, dtype in ((256, 384, torch.bfloat16), (129, 300, torch.float32)):
             tensor = torch.randn(rows, columns, dtype=dtype) * torch.rand(rows, 1, dtype=dtype)
             tensor[:, :128] = 0
-            found, theirs = quantize(tensor), per_block_cast_to_fp8(tensor)
+            found, theirs = quantize_fp8(tensor), per_block_cast_to_fp8(tensor)
             for ours, expected in zip(found, theirs, strict=True):
                 assert ours.dtype == expected.dtype
                 assert torch.equal(ours.float(), expected.float())

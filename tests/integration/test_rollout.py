@@ -21,7 +21,7 @@ from rltrain.actors.failures import ActorFailed
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.policy.passes.fetch_routes import fetch_routes
-from rltrain.rollout.dispatch import Call, Dispatcher
+from rltrain.rollout.dispatch import Dispatcher, RequestBatch
 from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.generator import Generator, build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
@@ -29,7 +29,7 @@ from rltrain.rollout.requests import Request, Rollout, SamplingParams
 from rltrain.rollout.route_store import RouteStore
 from rltrain.rollout.stop_strings import response_texts
 from rltrain.routing.integrity import RouteShape
-from rltrain.weights.sync.broadcast import BroadcastSender, Group
+from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.stream import BucketStream
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
@@ -383,7 +383,7 @@ def test_calls_go_to_the_engine_that_has_room(
     clerks, alone = [[actor.remote(0.02), actor.remote(s)] for s in (0.2, 600.0)]
     ray.get([clerk.capabilities.remote() for clerk in (*clerks, *alone)])
     sampling = SamplingParams(temperature=1.0, max_tokens=1)
-    calls = [Call([i], [Request((i,), i, "p", i)]) for i in range(40)]
+    calls = [RequestBatch([i], [Request((i,), i, "p", i)]) for i in range(40)]
     found = [done for done in Dispatcher(clerks, 99.0).run(calls, sampling, 0) if done is not None]
     assert sorted(call.groups[0] for call, _ in found) == list(range(40))
     assert all(rollouts == call.requests for call, rollouts in found)
@@ -491,7 +491,7 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
         ray.get(engine.generate.remote(requests, sampling))
     file, cpu = str(tmp_path / "group"), torch.device("cpu")
     joining = engine.join_group.remote(file, 1, 2, 60.0)
-    sender = BroadcastSender(Group(file, 0, 2, cpu, 60.0), cpu, 100_000)
+    sender = BroadcastSender(BroadcastGroup(file, 0, 2, cpu, 60.0), cpu, 100_000)
     ray.get(joining)
     stream = BucketStream(iter(weights.items()), sender, 100_000)
     while (bucket := stream.next_bucket()) is not None:

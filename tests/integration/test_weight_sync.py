@@ -31,9 +31,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.sync import receiver
-from rltrain.weights.sync.broadcast import BroadcastSender, Group
+from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.digest import check_same
-from rltrain.weights.sync.flat_buffers import FlatSlots, checksum
+from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum
 from rltrain.weights.sync.stream import Bucket, BucketStream, TensorEntry
 from tests.distributed.tiny_families import make
 from tests.integration.sync_group import CPU, join
@@ -123,7 +123,7 @@ def arguments(folder: Path, dtype: str) -> dict[str, Any]:
         "block_size": BLOCK,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": "uni",
-        **receiver.engine_args(),
+        **receiver.receiver_args(),
     }
 
 
@@ -153,7 +153,7 @@ def digest(engine: LLM) -> dict[str, str]:
     return engine.collective_rpc("weight_digest")[0]
 
 
-def sent(group: Group, weights: Weights) -> Iterator[Bucket]:
+def sent(group: BroadcastGroup, weights: Weights) -> Iterator[Bucket]:
     """Each bucket on its way already, so that nobody has to read and send at a time."""
     sender = BroadcastSender(group, CPU, BUCKET_BYTES)
     stream = BucketStream(iter(weights.items()), sender, BUCKET_BYTES)
@@ -171,7 +171,7 @@ def three_buckets(weights: Weights) -> tuple[list[Bucket], dict[int, torch.Tenso
         names = list(weights)[index::3]
         entries, nbytes = slots.fill(0, iter([(name, weights[name]) for name in names]))
         buffer = slots.buffers[0][:nbytes]
-        payload = {"nbytes": nbytes, "checksum": checksum(buffer)}
+        payload = {"nbytes": nbytes, "checksum": buffer_checksum(buffer)}
         found.append(
             Bucket(
                 transport="broadcast",
@@ -375,8 +375,8 @@ async def _async_engine(folder: Path, old: Weights, new_folder: Path, new: Weigh
         engine.shutdown()
 
 
-async def _join_async(engine: AsyncLLM, file: str) -> Group:
-    ours = asyncio.to_thread(Group, file, 0, 2, CPU, 60.0)
+async def _join_async(engine: AsyncLLM, file: str) -> BroadcastGroup:
+    ours = asyncio.to_thread(BroadcastGroup, file, 0, 2, CPU, 60.0)
     theirs = receiver.join_group(engine, file, 1, 2, 60.0)
     return (await asyncio.gather(ours, theirs))[0]
 

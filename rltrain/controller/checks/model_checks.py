@@ -15,7 +15,7 @@ from rltrain.data.tokenizer import VOCAB_SIZE
 from rltrain.parallel.layer_map import Pipeline
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
-from rltrain.weights.huggingface import manifest
+from rltrain.weights.huggingface.manifest import check_manifest
 from rltrain.weights.huggingface.stored_model import HUGGINGFACE
 
 
@@ -120,7 +120,7 @@ def check_imported(model: ModelConfig) -> None:
     if model.weights is None or model.path is None:
         return
     weights = Path(model.weights).expanduser()
-    manifest.check(weights)
+    check_manifest(weights)
     found, expected = (
         replace(read_architecture(folder, model.mtp), skipped_mtp_layers=0)
         for folder in (weights / HUGGINGFACE, model.path)

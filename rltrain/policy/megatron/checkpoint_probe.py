@@ -22,7 +22,7 @@ from rltrain.policy.megatron.mesh import init_mesh
 from rltrain.policy.model_checkpoint import content_metadata, sharded_metadata
 from rltrain.policy.ranks import rendezvous, run_ranks
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.huggingface.stored_model import Chunk, StoredModel, owned
+from rltrain.weights.huggingface.stored_model import Chunk, StoredModel, owned_parameters
 
 _FOUND = "stored.json"
 
@@ -43,7 +43,7 @@ def _describe(rank: int, folder: Path, arch: Architecture) -> None:
             arch, PolicyConfig(), mesh, device=cpu, routing_replay=False, ddp=False
         )
         state: dict[str, Any] = model.sharded_state_dict(metadata=sharded_metadata(mesh))
-    chunks = {p.name: _chunks(p.name, state.pop(p.name)) for p in owned(arch)}
+    chunks = {p.name: _chunks(p.name, state.pop(p.name)) for p in owned_parameters(arch)}
     objects = [value.unique_key for value in state.values() if isinstance(value, ShardedObject)]
     assert len(objects) == len(state), f"no parameter is {sorted(state)[:5]}"
     assert all(value.data is None for value in state.values())

@@ -18,8 +18,8 @@ from rltrain.weights.families.mixtral import MIXTRAL
 from rltrain.weights.families.olmoe import OLMOE
 from rltrain.weights.families.qwen2 import QWEN2, QWEN2_MOE
 from rltrain.weights.families.qwen3 import QWEN3, QWEN3_MOE
-from rltrain.weights.mapping.mtp import MTP, settled
-from rltrain.weights.mapping.parameters import Parameter, expand
+from rltrain.weights.mapping.mtp import MTP, with_checkpoint_mtp
+from rltrain.weights.mapping.parameters import ParameterSpec, expand_rules
 
 FAMILIES: dict[FamilyName, Family] = {
     family.name: family
@@ -52,7 +52,7 @@ def read_architecture(path: str | Path, mtp: MTP = "hold") -> Architecture:
     With ``mtp="skip"`` it has no layers that predict further tokens, whatever the folder has.
     """
     config, file = read_json(path)
-    return settled(architecture_from_config(config, str(file)), file.parent, mtp)
+    return with_checkpoint_mtp(architecture_from_config(config, str(file)), file.parent, mtp)
 
 
 def architecture_from_config(config: Mapping[str, Any], where: str) -> Architecture:
@@ -81,9 +81,9 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 
 @lru_cache(maxsize=8)
-def parameters(arch: Architecture) -> tuple[Parameter, ...]:
+def model_parameters(arch: Architecture) -> tuple[ParameterSpec, ...]:
     """Every parameter and buffer of the model under its global Megatron name, in sending order."""
-    found = expand(FAMILIES[arch.family].layout(arch), arch)
+    found = expand_rules(FAMILIES[arch.family].rules(arch), arch)
     if arch.value_head:
         return found[:-1]
     if not arch.tie_embeddings:

@@ -6,8 +6,8 @@ from typing import Any
 
 from rltrain.weights.architecture.config_json import Fields
 from rltrain.weights.architecture.decoder import Architecture, FamilyName
-from rltrain.weights.mapping.parameters import Layout
-from rltrain.weights.mapping.rules import usual_layout
+from rltrain.weights.mapping.parameters import FamilyRules
+from rltrain.weights.mapping.rules import usual_rules
 
 
 @dataclass(frozen=True)
@@ -17,4 +17,4 @@ class Family:
     """Of transformers, as ``architectures`` in ``config.json`` has them."""
     read: Callable[[Fields], dict[str, Any]]
     """The fields of `Architecture`, family excepted."""
-    layout: Callable[[Architecture], Layout] = usual_layout
+    rules: Callable[[Architecture], FamilyRules] = usual_rules

@@ -9,9 +9,9 @@ from typing import Any
 from rltrain.weights.architecture.config_json import Fields, decoder, experts
 from rltrain.weights.architecture.decoder import Architecture, Llama3Rotary, Yarn
 from rltrain.weights.families.family import Family
-from rltrain.weights.mapping.parameters import Layout, Part, Rule
-from rltrain.weights.mapping.rules import HF, MEGATRON, Names, usual_layout
-from rltrain.weights.mapping.stacked_experts import Stacked
+from rltrain.weights.mapping.parameters import FamilyRules, TensorTemplate, WeightRule
+from rltrain.weights.mapping.rules import HF_LAYER, MEGATRON_LAYER, ModuleNames, usual_rules
+from rltrain.weights.mapping.stacked_experts import StackedSlice
 
 _LIMIT = 7.0
 
@@ -60,27 +60,29 @@ def _windows(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 # Gate and up of an expert alternate, and matrices lie transposed. No checkpoint names an expert
 # alone: the names below only say which one is meant.
-_ONE = HF + "mlp.experts.{expert}."
-_ALL = HF + "mlp.experts."
+_ONE = HF_LAYER + "mlp.experts.{expert}."
+_ALL = HF_LAYER + "mlp.experts."
 _GATE_AND_UP = (("gate_proj", (0, 2)), ("up_proj", (1, 2)))
 
 
-def _gate_up(kind: str, columns: str, name: str, *, transposed: bool) -> Rule:
+def _gate_up(kind: str, columns: str, name: str, *, transposed: bool) -> WeightRule:
     parts = (
-        Part(
+        TensorTemplate(
             f"{_ONE}{one}.{kind}",
             "expert" + columns,
-            Stacked(_ALL + name, part, interleaved=True, transposed=transposed, only=True),
+            StackedSlice(_ALL + name, part, interleaved=True, transposed=transposed, only=True),
         )
         for one, part in _GATE_AND_UP
     )
-    return Rule(f"{MEGATRON}mlp.experts.linear_fc1.{kind}{{expert}}", tuple(parts), cut=0)
+    return WeightRule(
+        f"{MEGATRON_LAYER}mlp.experts.linear_fc1.{kind}{{expert}}", tuple(parts), cut=0
+    )
 
 
-def _down(kind: str, columns: str, name: str, *, cut: int | None, transposed: bool) -> Rule:
-    place = Stacked(_ALL + name, transposed=transposed, only=True)
-    part = Part(f"{_ONE}down_proj.{kind}", "hidden" + columns, place)
-    return Rule(f"{MEGATRON}mlp.experts.linear_fc2.{kind}{{expert}}", (part,), cut=cut)
+def _down(kind: str, columns: str, name: str, *, cut: int | None, transposed: bool) -> WeightRule:
+    place = StackedSlice(_ALL + name, transposed=transposed, only=True)
+    part = TensorTemplate(f"{_ONE}down_proj.{kind}", "hidden" + columns, place)
+    return WeightRule(f"{MEGATRON_LAYER}mlp.experts.linear_fc2.{kind}{{expert}}", (part,), cut=cut)
 
 
 _EXPERT = (
@@ -91,8 +93,8 @@ _EXPERT = (
 )
 
 
-def _layout(arch: Architecture) -> Layout:
-    return replace(usual_layout(arch, Names(router="router")), expert=_EXPERT)
+def _rules(arch: Architecture) -> FamilyRules:
+    return replace(usual_rules(arch, ModuleNames(router="router")), expert=_EXPERT)
 
 
-GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM",), _read, _layout)
+GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM",), _read, _rules)

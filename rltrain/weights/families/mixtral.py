@@ -5,9 +5,9 @@ from typing import Any
 
 from rltrain.weights.architecture.config_json import Fields, decoder, experts
 from rltrain.weights.families.family import Family
-from rltrain.weights.mapping.rules import Names, usual_layout
+from rltrain.weights.mapping.rules import ModuleNames, usual_rules
 
-_NAMES = Names(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+_NAMES = ModuleNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -32,4 +32,4 @@ def _no_acting_window(fields: Fields, max_positions: int) -> None:
         )
 
 
-MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), _read, partial(usual_layout, names=_NAMES))
+MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), _read, partial(usual_rules, names=_NAMES))

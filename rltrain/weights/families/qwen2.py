@@ -11,7 +11,7 @@ from rltrain.weights.architecture.config_json import (
 )
 from rltrain.weights.families.family import Family
 from rltrain.weights.families.qwen3 import sparse_decoder
-from rltrain.weights.mapping.rules import Names, usual_layout
+from rltrain.weights.mapping.rules import ModuleNames, usual_rules
 
 
 def _dense(fields: Fields) -> dict[str, Any]:
@@ -37,5 +37,5 @@ QWEN2_MOE = Family(
     "qwen2_moe",
     ("Qwen2MoeForCausalLM",),
     _moe,
-    partial(usual_layout, names=Names(shared="shared_expert")),
+    partial(usual_rules, names=ModuleNames(shared="shared_expert")),
 )

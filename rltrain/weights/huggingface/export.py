@@ -13,15 +13,21 @@ from torch import Tensor
 
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.folder_config import copy_config
-from rltrain.weights.huggingface.new_folder import new_folder, shards
-from rltrain.weights.huggingface.stored_model import POLICY, Progress, StoredModel, numel, owned
+from rltrain.weights.huggingface.new_folder import new_folder, split_by_bytes
+from rltrain.weights.huggingface.stored_model import (
+    POLICY,
+    ConversionProgress,
+    StoredModel,
+    owned_parameters,
+    parameter_numel,
+)
 from rltrain.weights.huggingface.tensor_files import INDEX, SINGLE
-from rltrain.weights.huggingface.torch_dist import Reader
-from rltrain.weights.mapping.assembly import disassemble
-from rltrain.weights.mapping.mtp import with_copies
-from rltrain.weights.mapping.parameters import HfTensor
-from rltrain.weights.sync.engine_fp8 import in_fp8
-from rltrain.weights.sync.sender import put_together
+from rltrain.weights.huggingface.torch_dist import TorchDistReader
+from rltrain.weights.mapping.assembly import to_huggingface
+from rltrain.weights.mapping.mtp import with_mtp_copies
+from rltrain.weights.mapping.parameters import HfTensorSpec
+from rltrain.weights.sync.engine_fp8 import quantize_stream
+from rltrain.weights.sync.sender import join_stacked
 
 GIB = 2**30
 
@@ -45,9 +51,9 @@ def write_huggingface(
     written beside and renamed, so it is there whole or not at all. Rank 0 holds
     ``max_shard_bytes`` at a time. Raises ``ValueError`` when ``path`` exists.
     """
-    tensors = with_copies(tensors, arch)
+    tensors = with_mtp_copies(tensors, arch)
     if fp8:
-        tensors = in_fp8(tensors, arch)
+        tensors = quantize_stream(tensors, arch)
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -69,7 +75,7 @@ def write_safetensors(
     held = ((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
     names: list[list[str]] = []
     total = 0
-    for shard in shards(held, max_shard_bytes):
+    for shard in split_by_bytes(held, max_shard_bytes):
         total += sum(tensor.nbytes for _, tensor in shard)
         _save(dict(shard), folder / f"shard-{len(names)}")
         names.append([name for name, _ in shard])
@@ -100,7 +106,7 @@ def export_checkpoint(
     out: Path,
     arch: Architecture,
     stored: StoredModel,
-    progress: Progress,
+    progress: ConversionProgress,
     max_file_bytes: int = GIB,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -115,23 +121,23 @@ def export_checkpoint(
         ValueError: ``checkpoint`` is not of ``arch``; or see `new_folder`
         OSError: the disk is full, say
     """
-    reader = Reader(checkpoint / POLICY)
+    reader = TorchDistReader(checkpoint / POLICY)
     tensors = _stored_tensors(reader, stored, arch, dtype, progress)
-    kept = dtype or reader.dtype(stored.chunks[owned(arch)[0].name][0])
+    kept = dtype or reader.dtype(stored.chunks[owned_parameters(arch)[0].name][0])
     write_huggingface(out, config, tensors, arch, kept, max_file_bytes)
 
 
 def _stored_tensors(
-    reader: Reader,
+    reader: TorchDistReader,
     stored: StoredModel,
     arch: Architecture,
     dtype: torch.dtype | None,
-    progress: Progress,
+    progress: ConversionProgress,
 ) -> Iterator[tuple[str, Tensor]]:
     """What `sender.full_tensors` yields of a model, of a checkpoint."""
 
-    def pieces() -> Iterator[tuple[HfTensor, Tensor]]:
-        for parameter in owned(arch):
+    def pieces() -> Iterator[tuple[HfTensorSpec, Tensor]]:
+        for parameter in owned_parameters(arch):
             # Buffers keep their fp32.
             kept = torch.float32 if parameter.rule.kind == "buffer" and dtype else dtype
             rows = [reader.read(chunk, kept) for chunk in stored.chunks[parameter.name]]
@@ -139,9 +145,9 @@ def _stored_tensors(
             dims = len(parameter.tensors[0].shape)
             rows = [part.view(part.shape[part.ndim - dims :]) for part in rows]
             whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-            named = disassemble(parameter, [whole], arch)
-            progress.advance(numel(parameter), whole.nbytes)
+            named = to_huggingface(parameter, [whole], arch)
+            progress.advance(parameter_numel(parameter), whole.nbytes)
             yield from zip(parameter.tensors, (values for _, values in named), strict=True)
 
     for name, group in groupby(pieces(), key=lambda piece: piece[0].sent_as):
-        yield name, put_together(group, arch.num_experts)
+        yield name, join_stacked(group, arch.num_experts)

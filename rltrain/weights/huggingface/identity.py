@@ -24,7 +24,7 @@ SAMPLED = 256
 SAMPLE_BYTES = 4096
 
 
-class Identity(TypedDict):
+class ModelIdentity(TypedDict):
     """What a model is known by. Digests are the start of a SHA-256."""
 
     architecture: str
@@ -33,7 +33,7 @@ class Identity(TypedDict):
     weights: str
 
 
-def identity_of(folder: Path, arch: Architecture, imported: Path | None = None) -> Identity:
+def identity_of(folder: Path, arch: Architecture, imported: Path | None = None) -> ModelIdentity:
     """The identity of a Hugging Face folder.
 
     Args:
@@ -44,15 +44,19 @@ def identity_of(folder: Path, arch: Architecture, imported: Path | None = None) 
     """
     tokenizer = {n: _sha(_read(folder / n)) for n in TOKENIZER if (folder / n).is_file()}
     weights = _weights(folder) if imported is None else _sha(_read(imported / MANIFEST))
-    return Identity(architecture=describe(arch), tokenizer=_digest(tokenizer), weights=weights)
+    return ModelIdentity(
+        architecture=describe_architecture(arch), tokenizer=_digest(tokenizer), weights=weights
+    )
 
 
-def identity_of_made(arch: Architecture, recipe: Mapping[str, Any]) -> Identity:
+def identity_of_recipe(arch: Architecture, recipe: Mapping[str, Any]) -> ModelIdentity:
     """The identity of a model that rltrain makes itself, by what it is made from."""
-    return Identity(architecture=describe(arch), tokenizer="tiny", weights=_digest(dict(recipe)))
+    return ModelIdentity(
+        architecture=describe_architecture(arch), tokenizer="tiny", weights=_digest(dict(recipe))
+    )
 
 
-def describe(arch: Architecture) -> str:
+def describe_architecture(arch: Architecture) -> str:
     """``qwen3_moe, 4 layers, hidden size 128, 32 experts (3f2a...)``."""
     # Without defaults, so that one that a later version of rltrain adds changes no digest.
     defaults = {field.name: field.default for field in fields(arch)}
@@ -64,12 +68,12 @@ def describe(arch: Architecture) -> str:
     )
 
 
-def differences(saved: Mapping[str, str], now: Identity) -> list[str]:
+def identity_differences(saved: Mapping[str, str], now: ModelIdentity) -> list[str]:
     """One line for each part in which two models differ; none where they are the same."""
     expected: Mapping[str, Any] = now
     return [
         f"{part}: {saved.get(part)} in the checkpoint, {expected[part]} in the model"
-        for part in Identity.__annotations__
+        for part in ModelIdentity.__annotations__
         if saved.get(part) != expected[part]
     ]
 

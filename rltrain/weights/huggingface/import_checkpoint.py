@@ -13,21 +13,21 @@ from typing import Any
 from torch import Tensor
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.huggingface import manifest
 from rltrain.weights.huggingface.folder_config import copy_config
 from rltrain.weights.huggingface.load import Checkpoint, open_checkpoint
+from rltrain.weights.huggingface.manifest import write_manifest
 from rltrain.weights.huggingface.new_folder import new_folder
 from rltrain.weights.huggingface.stored_model import (
     HUGGINGFACE,
     POLICY,
     Chunk,
-    Progress,
+    ConversionProgress,
     StoredModel,
-    owned,
+    owned_parameters,
 )
-from rltrain.weights.huggingface.torch_dist import Reader, write
-from rltrain.weights.mapping.assembly import assemble
-from rltrain.weights.mapping.grid import Axis
+from rltrain.weights.huggingface.torch_dist import TorchDistReader, write_torch_dist
+from rltrain.weights.mapping.assembly import to_megatron
+from rltrain.weights.mapping.grid import AxisPosition
 
 GIB = 2**30
 
@@ -37,7 +37,7 @@ def import_huggingface(
     out: Path,
     arch: Architecture,
     stored: StoredModel,
-    progress: Progress,
+    progress: ConversionProgress,
     max_file_bytes: int = GIB,
 ) -> None:
     """Write the weights of the Hugging Face folder ``source`` as the new checkpoint ``out``.
@@ -52,12 +52,14 @@ def import_huggingface(
         (folder / POLICY).mkdir()
         (folder / HUGGINGFACE).mkdir()
         tensors = _tensors(checkpoint, arch, stored, progress)
-        write(folder / POLICY, tensors, stored, max_file_bytes)
-        dtype = Reader(folder / POLICY).dtype(stored.chunks[owned(arch)[0].name][0])
+        write_torch_dist(folder / POLICY, tensors, stored, max_file_bytes)
+        dtype = TorchDistReader(folder / POLICY).dtype(
+            stored.chunks[owned_parameters(arch)[0].name][0]
+        )
         copy_config(source, folder / HUGGINGFACE, arch, dtype)
         if _files(source, checkpoint) != before:
             raise ValueError(f"{source} changed while it was read; import it again")
-        manifest.write(folder)
+        write_manifest(folder)
 
 
 def _files(source: Path, checkpoint: Checkpoint) -> dict[Path, Any]:
@@ -67,10 +69,10 @@ def _files(source: Path, checkpoint: Checkpoint) -> dict[Path, Any]:
 
 
 def _tensors(
-    checkpoint: Checkpoint, arch: Architecture, stored: StoredModel, progress: Progress
+    checkpoint: Checkpoint, arch: Architecture, stored: StoredModel, progress: ConversionProgress
 ) -> Iterator[tuple[Chunk, Tensor]]:
-    for parameter in owned(arch):
-        whole = assemble(parameter, checkpoint.read, arch, Axis())
+    for parameter in owned_parameters(arch):
+        whole = to_megatron(parameter, checkpoint.read, arch, AxisPosition())
         chunks = stored.chunks[parameter.name]
         for chunk, rows in zip(chunks, whole.chunk(len(chunks)), strict=True):
             yield chunk, rows.clone() if len(chunks) > 1 else rows  # a view keeps all rows alive

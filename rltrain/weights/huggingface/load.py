@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
+from rltrain.weights.families import model_parameters
 from rltrain.weights.huggingface.tensor_files import StoredTensor, open_folder
-from rltrain.weights.mapping.assembly import assemble
+from rltrain.weights.mapping.assembly import to_megatron
 from rltrain.weights.mapping.grid import Grid, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
-from rltrain.weights.mapping.mtp import copies, is_left_out
-from rltrain.weights.mapping.parameters import HfTensor
+from rltrain.weights.mapping.mtp import is_skipped_mtp, mtp_copies
+from rltrain.weights.mapping.parameters import HfTensorSpec
 
 
 @torch.no_grad()
@@ -32,11 +32,11 @@ def load_huggingface(
     checkpoint = open_checkpoint(path, arch)
     placement = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, placement)
-    for parameter in parameters(arch):
+    for parameter in model_parameters(arch):
         if parameter.name not in held:
             continue
         target = held[parameter.name]
-        source = assemble(parameter, checkpoint.read, arch, parameter.axis(placement))
+        source = to_megatron(parameter, checkpoint.read, arch, parameter.axis(placement))
         assert source.shape == target.shape, (
             f"{parameter.name}: the model has {list(target.shape)}, the map {list(source.shape)}"
         )
@@ -48,7 +48,7 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """What `sender.full_tensors` would yield of the folder: whole tensors, one at a time."""
     checkpoint = open_checkpoint(path, arch)
-    owned = [parameter for parameter in parameters(arch) if not parameter.copy]
+    owned = [parameter for parameter in model_parameters(arch) if not parameter.copy]
     every = ((parameter.rule.kind, tensor) for parameter in owned for tensor in parameter.tensors)
     for name, group in groupby(every, key=lambda found: found[1].sent_as):
         kind, tensor = next(group)
@@ -65,7 +65,7 @@ class Checkpoint:
 
     tensors: Mapping[str, StoredTensor]
 
-    def stored_name(self, tensor: HfTensor) -> str:
+    def stored_name(self, tensor: HfTensorSpec) -> str:
         """The name under which the tensor lies here: its own, or that of all experts together."""
         stacked = tensor.stacked
         if stacked and (
@@ -74,7 +74,7 @@ class Checkpoint:
             return stacked.name
         return tensor.name
 
-    def read(self, tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
+    def read(self, tensor: HfTensorSpec, dim: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` along ``dim`` of the tensor."""
         name = self.stored_name(tensor)
         stored = self.tensors[name].data
@@ -98,7 +98,7 @@ def open_checkpoint(path: str | Path, arch: Architecture) -> Checkpoint:
 
 def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> None:
     wanted = set()
-    for tensor in (t for parameter in parameters(arch) for t in parameter.tensors):
+    for tensor in (t for parameter in model_parameters(arch) for t in parameter.tensors):
         name = checkpoint.stored_name(tensor)
         wanted.add(name)
         if name not in checkpoint.tensors:
@@ -116,9 +116,9 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
     if arch.tie_embeddings or arch.value_head:
         # Some checkpoints repeat the embedding there; a critic has no use for it.
         wanted.add("lm_head.weight")
-    wanted |= copies(arch).keys()
+    wanted |= mtp_copies(arch).keys()
     if extra := sorted(
-        name for name in checkpoint.tensors.keys() - wanted if not is_left_out(name, arch)
+        name for name in checkpoint.tensors.keys() - wanted if not is_skipped_mtp(name, arch)
     ):
         raise ValueError(
             f"{checkpoint.tensors[extra[0]].file}: {extra[0]} belongs to no part of a "

@@ -1,6 +1,6 @@
-"""What a folder holds, by size and SHA-256 of every file: whoever opens it can tell that it is so.
+"""The manifest of a folder: size and SHA-256 of every file in it.
 
-What is written whole but holds pickles (Megatron's checkpoints) is opened only after `check`.
+Megatron's checkpoints hold pickles, so one is opened only after `check_manifest`.
 """
 
 import hashlib
@@ -14,27 +14,27 @@ MANIFEST = "manifest.json"
 _THREADS = 4
 
 
-class Entry(TypedDict):
+class ManifestEntry(TypedDict):
     """What a manifest says of one file."""
 
     bytes: int
     sha256: str
 
 
-def entry_of(path: Path) -> Entry:
+def manifest_entry(path: Path) -> ManifestEntry:
     """Reads the whole file."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def write(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Write the manifest of all files below ``folder``."""
     entries = _entries(folder, sorted(_names(folder)))
     (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
 
 
-def check(folder: Path) -> None:
+def check_manifest(folder: Path) -> None:
     """Raise ``ValueError`` unless ``folder`` holds exactly what its manifest says."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none")
@@ -53,10 +53,12 @@ def check(folder: Path) -> None:
             )
 
 
-def _entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+def _entries(folder: Path, names: Iterable[str]) -> dict[str, ManifestEntry]:
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:  # SHA-256 lets other threads run
-        return dict(zip(names, pool.map(lambda name: entry_of(folder / name), names), strict=True))
+        return dict(
+            zip(names, pool.map(lambda name: manifest_entry(folder / name), names), strict=True)
+        )
 
 
 def _names(folder: Path) -> set[str]:

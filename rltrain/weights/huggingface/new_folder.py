@@ -53,7 +53,7 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def shards(
+def split_by_bytes(
     tensors: Iterable[tuple[Key, Tensor]], max_bytes: int
 ) -> Iterator[list[tuple[Key, Tensor]]]:
     """Lists of at most ``max_bytes``, or of one tensor; each is emptied before the next begins."""

@@ -32,7 +32,7 @@ _TWO_E2M1 = torch.stack([_E2M1[_BYTES.int() & 0x0F], _E2M1[_BYTES.int() >> 4]], 
 """The low four bits come first."""
 
 
-def quantize(tensor: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
+def quantize_fp8(tensor: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
     """``tensor`` ``[R, C]`` in FP8, and fp32 ``[ceil(R/r), ceil(C/c)]`` to multiply blocks with.
 
     The largest value of a block becomes the largest e4m3 number. Blocks at the end are ragged.
@@ -54,7 +54,7 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int] = BLOCK) -> tuple[i
     return (*lead, -(-rows // block[0]), -(-columns // block[1]))
 
 
-class Stored(Protocol):
+class SliceReader(Protocol):
     """A tensor in a file, of which slices are read; what ``safe_open(..).get_slice`` returns."""
 
     def get_shape(self) -> list[int]: ...
@@ -66,8 +66,8 @@ class Stored(Protocol):
 class BlockFP8Tensor:
     """FP8 numbers ``[.., R, C]`` and the scales of their blocks, together the fp32 tensor."""
 
-    values: Stored
-    scale: Stored
+    values: SliceReader
+    scale: SliceReader
     block: tuple[int, int] = BLOCK
 
     def get_shape(self) -> list[int]:
@@ -94,8 +94,8 @@ class BlockFP8Tensor:
 class MXFP4Tensor:
     """Blocks ``[E, C, R / 32, 16]`` and scales ``[E, C, R / 32]``, together fp32 ``[E, R, C]``."""
 
-    blocks: Stored
-    scales: Stored
+    blocks: SliceReader
+    scales: SliceReader
 
     def get_shape(self) -> list[int]:
         experts, columns, groups, _ = self.blocks.get_shape()
@@ -122,7 +122,7 @@ def _look_up(table: NDArray[np.float32], index: Tensor) -> Tensor:
     return torch.from_numpy(np.take(table, index.numpy(), axis=0))
 
 
-def halves_of(quantization: Quantization) -> tuple[str, str]:
+def quantized_suffixes(quantization: Quantization) -> tuple[str, str]:
     """What the names of the two tensors that a quantised one is stored as end in."""
     return ("", "_scale_inv") if isinstance(quantization, BlockFP8) else ("_blocks", "_scales")
 

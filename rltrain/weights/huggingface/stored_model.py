@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.mapping.parameters import Parameter
+from rltrain.weights.families import model_parameters
+from rltrain.weights.mapping.parameters import ParameterSpec
 
 POLICY, HUGGINGFACE = "policy", "huggingface"
 """Folders of a checkpoint: Megatron's files; configuration and tokenizer, where it is imported."""
@@ -50,16 +50,16 @@ class StoredModel:
 _JSON = TypeAdapter(StoredModel)
 
 
-class Progress(Protocol):
+class ConversionProgress(Protocol):
     """Who is told of what is done: model elements, and their bytes."""
 
     def advance(self, elements: int, nbytes: int) -> None: ...
 
 
-def owned(arch: Architecture) -> list[Parameter]:
+def owned_parameters(arch: Architecture) -> list[ParameterSpec]:
     """What a checkpoint holds: every parameter once."""
-    return [parameter for parameter in parameters(arch) if not parameter.copy]
+    return [parameter for parameter in model_parameters(arch) if not parameter.copy]
 
 
-def numel(parameter: Parameter) -> int:
+def parameter_numel(parameter: ParameterSpec) -> int:
     return sum(prod(tensor.shape) for tensor in parameter.tensors)

@@ -17,8 +17,8 @@ from rltrain.weights.huggingface.quantized import (
     MXFP4_BLOCK,
     BlockFP8Tensor,
     MXFP4Tensor,
-    Stored,
-    halves_of,
+    SliceReader,
+    quantized_suffixes,
     scale_shape,
 )
 
@@ -32,7 +32,7 @@ class StoredTensor:
     """A tensor and the file that holds it, or its values."""
 
     file: Path
-    data: Stored
+    data: SliceReader
 
 
 def open_folder(path: str | Path) -> dict[str, StoredTensor]:
@@ -63,7 +63,7 @@ def _remedy(dtype: str, stored: Quantization | None) -> str:
     wanted = f"only {', '.join(sorted(_PLAIN))} are read as they are"
     if stored is None:
         return f"{wanted}, and config.json declares no quantization_config"
-    first, second = halves_of(stored)
+    first, second = quantized_suffixes(stored)
     return (
         f"{wanted}. By quantization_config in config.json a quantised tensor is stored as "
         f"NAME{first} and NAME{second}, and here one of the two is missing"
@@ -73,7 +73,7 @@ def _remedy(dtype: str, stored: Quantization | None) -> str:
 def _joined(tensors: Mapping[str, StoredTensor], stored: Quantization) -> dict[str, StoredTensor]:
     """The two halves of each quantised tensor as one; a half alone stays what it is."""
     found = dict(tensors)
-    first, second = halves_of(stored)
+    first, second = quantized_suffixes(stored)
     for name in tensors:
         whole = name.removesuffix(second)
         if whole == name or whole + first not in tensors:
@@ -84,14 +84,14 @@ def _joined(tensors: Mapping[str, StoredTensor], stored: Quantization) -> dict[s
     return found
 
 
-def _block_fp8(name: str, values: StoredTensor, scales: StoredTensor) -> Stored:
+def _block_fp8(name: str, values: StoredTensor, scales: StoredTensor) -> SliceReader:
     shape = _shape(values, name, least=2)
     _expect(values, name, {"F8_E4M3"}, shape)
     _expect(scales, f"{name}_scale_inv", {"F32", "BF16", "F8_E8M0"}, scale_shape(shape))
     return BlockFP8Tensor(values.data, scales.data)
 
 
-def _mxfp4(name: str, values: StoredTensor, scales: StoredTensor) -> Stored:
+def _mxfp4(name: str, values: StoredTensor, scales: StoredTensor) -> SliceReader:
     groups = _shape(scales, f"{name}_scales", least=3)
     _expect(values, f"{name}_blocks", {"U8"}, (*groups, MXFP4_BLOCK // 2))
     _expect(scales, f"{name}_scales", {"U8"}, groups)

@@ -41,11 +41,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from rltrain.weights.huggingface.new_folder import shards
+from rltrain.weights.huggingface.new_folder import split_by_bytes
 from rltrain.weights.huggingface.stored_model import Chunk, StoredModel
 
 
-def write(
+def write_torch_dist(
     folder: Path, tensors: Iterable[tuple[Chunk, Tensor]], stored: StoredModel, max_file_bytes: int
 ) -> None:
     """Write a checkpoint to the empty ``folder``: all chunks of ``stored``, a file at a time.
@@ -57,7 +57,7 @@ def write(
     writer = _Writer(folder, per_thread_copy_ahead=0)
     written = [writer.put(0, [(_object(key), [None]) for key in stored.objects])]
     dtypes: dict[str, torch.dtype] = {}
-    for number, shard in enumerate(shards(tensors, max_file_bytes), start=1):
+    for number, shard in enumerate(split_by_bytes(tensors, max_file_bytes), start=1):
         pieces = []
         for chunk, tensor in shard:
             known = dtypes.setdefault(chunk.key, tensor.dtype)
@@ -120,7 +120,7 @@ class _Given(DefaultSavePlanner):
         return self.values[index]
 
 
-class Reader:
+class TorchDistReader:
     """Reads chunks of an open checkpoint. Opens pickles: see above.
 
     Raises:

@@ -1,8 +1,7 @@
-"""How Megatron's parameters are made of Hugging Face tensors, whole or cut over ranks. Pure.
+"""Megatron's parameters from Hugging Face tensors and back, whole or cut over ranks. Pure.
 
-`assemble` makes a rank's local tensor from slices of the Hugging Face tensors, and `disassemble`
-makes the Hugging Face tensors from the local tensors of all ranks; the two are inverse to each
-other, bit by bit.
+`to_megatron` makes a rank's local tensor from slices of the Hugging Face tensors. `to_huggingface`
+makes the Hugging Face tensors from the local tensors of all ranks. They are exact inverses.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +10,16 @@ import torch
 from torch import Tensor
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.mapping.grid import Axis
-from rltrain.weights.mapping.parameters import HfTensor, Parameter, Rule
+from rltrain.weights.mapping.grid import AxisPosition
+from rltrain.weights.mapping.parameters import HfTensorSpec, ParameterSpec, WeightRule
 
-Read = Callable[[HfTensor, int, int, int], Tensor]
+Read = Callable[[HfTensorSpec, int, int, int], Tensor]
 """(tensor, dim, start, stop) -> that slice of it."""
 
 
-def assemble(parameter: Parameter, read: Read, arch: Architecture, axis: Axis) -> Tensor:
+def to_megatron(
+    parameter: ParameterSpec, read: Read, arch: Architecture, axis: AxisPosition
+) -> Tensor:
     """The tensor that rank ``axis.rank`` of ``axis.size`` holds; reads no more than it needs."""
     rule = parameter.rule
     if axis.size == 1:
@@ -45,8 +46,8 @@ def assemble(parameter: Parameter, read: Read, arch: Architecture, axis: Axis) -
     return _join(slices, rule, arch)
 
 
-def disassemble(
-    parameter: Parameter, shards: Sequence[Tensor], arch: Architecture
+def to_huggingface(
+    parameter: ParameterSpec, shards: Sequence[Tensor], arch: Architecture
 ) -> list[tuple[str, Tensor]]:
     """The named Hugging Face tensors, from the local tensors of all ranks of the cutting axis.
 
@@ -67,12 +68,12 @@ def disassemble(
     return named
 
 
-def _is_cut_inside_groups(rule: Rule, arch: Architecture, size: int) -> bool:
+def _is_cut_inside_groups(rule: WeightRule, arch: Architecture, size: int) -> bool:
     """More ranks than key-value heads: Megatron cuts the joined tensor, through the groups."""
     return rule.join == "qkv" and arch.num_kv_heads % size != 0
 
 
-def _join(parts: list[Tensor], rule: Rule, arch: Architecture) -> Tensor:
+def _join(parts: list[Tensor], rule: WeightRule, arch: Architecture) -> Tensor:
     if rule.join == "qkv":
         groups = parts[1].shape[0] // arch.head_dim
         grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
@@ -80,7 +81,7 @@ def _join(parts: list[Tensor], rule: Rule, arch: Architecture) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _unjoin(tensor: Tensor, parameter: Parameter, arch: Architecture) -> list[Tensor]:
+def _unjoin(tensor: Tensor, parameter: ParameterSpec, arch: Architecture) -> list[Tensor]:
     if parameter.rule.join == "qkv":
         queries = arch.num_heads // arch.num_kv_heads * arch.head_dim
         groups = tensor.reshape(-1, queries + 2 * arch.head_dim, *tensor.shape[1:])

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Axis:
+class AxisPosition:
     """This rank's place on one axis. ``group`` is for collectives and None where ``size`` is 1."""
 
     rank: int = 0
@@ -53,16 +53,24 @@ class GridPosition:
     say themselves which they are, so pipeline stages need no numbers here.
     """
 
-    tp: Axis = Axis()
-    etp: Axis = Axis()
-    ep: Axis = Axis()
-    pp: Axis = Axis()
+    tp: AxisPosition = AxisPosition()
+    etp: AxisPosition = AxisPosition()
+    ep: AxisPosition = AxisPosition()
+    pp: AxisPosition = AxisPosition()
 
     @classmethod
     def of(cls, mesh: Grid) -> "GridPosition":
         return cls(
-            tp=Axis(mesh.tp_rank, mesh.tp_size, mesh.tp_group if mesh.tp_size > 1 else None),
-            etp=Axis(mesh.etp_rank, mesh.etp_size, mesh.etp_group if mesh.etp_size > 1 else None),
-            ep=Axis(mesh.ep_rank, mesh.ep_size, mesh.ep_group if mesh.ep_size > 1 else None),
-            pp=Axis(mesh.pp_rank, mesh.pp_size, mesh.pp_group if mesh.pp_size > 1 else None),
+            tp=AxisPosition(
+                mesh.tp_rank, mesh.tp_size, mesh.tp_group if mesh.tp_size > 1 else None
+            ),
+            etp=AxisPosition(
+                mesh.etp_rank, mesh.etp_size, mesh.etp_group if mesh.etp_size > 1 else None
+            ),
+            ep=AxisPosition(
+                mesh.ep_rank, mesh.ep_size, mesh.ep_group if mesh.ep_size > 1 else None
+            ),
+            pp=AxisPosition(
+                mesh.pp_rank, mesh.pp_size, mesh.pp_group if mesh.pp_size > 1 else None
+            ),
         )

@@ -7,7 +7,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
+from rltrain.weights.families import model_parameters
 from rltrain.weights.mapping.grid import GridPosition
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)(?=\.|$)")
@@ -65,7 +65,7 @@ def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
 
 def _check(found: dict[str, Tensor], arch: Architecture, placement: GridPosition) -> None:
     """The model and the map agree on what there is, so that nothing is left out silently."""
-    every = {parameter.name: parameter for parameter in parameters(arch)}
+    every = {parameter.name: parameter for parameter in model_parameters(arch)}
     if unknown := sorted(found.keys() - every.keys()):
         raise ValueError(f"{arch.family} has no weights for the model's {', '.join(unknown[:5])}")
     layers = {every[name].layer for name in found}

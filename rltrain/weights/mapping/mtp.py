@@ -14,7 +14,7 @@ MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
 T = TypeVar("T")
 
 
-def settled(arch: Architecture, folder: Path, mtp: MTP) -> Architecture:
+def with_checkpoint_mtp(arch: Architecture, folder: Path, mtp: MTP) -> Architecture:
     """``arch`` without the MTP layers that ``mtp`` skips or that ``folder`` has no tensor of.
 
     transformers drops them when it loads a model, and keeps their number in ``config.json`` when it
@@ -24,18 +24,18 @@ def settled(arch: Architecture, folder: Path, mtp: MTP) -> Architecture:
         return arch
     names = _tensor_names(folder)
     without = replace(arch, mtp_layers=0, skipped_mtp_layers=arch.mtp_layers)
-    is_there = names is None or any(is_left_out(name, without) for name in names)
+    is_there = names is None or any(is_skipped_mtp(name, without) for name in names)
     return arch if mtp == "hold" and is_there else without
 
 
-def is_left_out(name: str, arch: Architecture) -> bool:
+def is_skipped_mtp(name: str, arch: Architecture) -> bool:
     """Whether tensor ``name`` of the checkpoint belongs to an MTP layer that is not held."""
     first = arch.num_layers + arch.mtp_layers
     layers = range(first, first + arch.skipped_mtp_layers)
     return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
 
 
-def copies(arch: Architecture) -> dict[str, str]:
+def mtp_copies(arch: Architecture) -> dict[str, str]:
     """What MTP layers hold again of the model itself: name of the copy -> name of the original.
 
     Published checkpoints have these tensors, and the engine's draft models read them there.
@@ -48,9 +48,11 @@ def copies(arch: Architecture) -> dict[str, str]:
     }
 
 
-def with_copies(tensors: Iterable[tuple[str, T]], arch: Architecture) -> Iterator[tuple[str, T]]:
-    """``tensors``, and each `copies` of one right behind it."""
-    by_copy = copies(arch)
+def with_mtp_copies(
+    tensors: Iterable[tuple[str, T]], arch: Architecture
+) -> Iterator[tuple[str, T]]:
+    """``tensors``, and each `mtp_copies` of one right behind it."""
+    by_copy = mtp_copies(arch)
     for name, tensor in tensors:
         yield name, tensor
         for copy, original in by_copy.items():

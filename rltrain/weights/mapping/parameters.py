@@ -1,75 +1,79 @@
-"""Which parameters a model has, and of which Hugging Face tensors each is made. Needs no torch.
+"""A model's parameters, and the Hugging Face tensors that each is made of. Needs no torch.
 
-A family's `Layout` is a list of `Rule`s (see `rules.py`). `expand` spells the rules out for every
-layer and expert, in one fixed order, under Megatron's names with *global* layer and expert numbers.
+A family has `WeightRule`s (see `rules.py`). `expand_rules` applies them to every layer and expert,
+in one fixed order, under Megatron's names with *global* numbers of layers and experts.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rltrain.weights.architecture.decoder import MLA, Architecture
-from rltrain.weights.mapping.grid import Axis, GridPosition
-from rltrain.weights.mapping.stacked_experts import Stacked
+from rltrain.weights.mapping.grid import AxisPosition, GridPosition
+from rltrain.weights.mapping.stacked_experts import StackedSlice
 
 
 @dataclass(frozen=True)
-class Part:
-    """One Hugging Face tensor in a rule. ``shape`` is made of names that `sizes` knows."""
+class TensorTemplate:
+    """A Hugging Face tensor of a rule. ``shape`` consists of names that `dimension_sizes` has."""
 
     name: str
     shape: str
-    stacked: Stacked | None = None
-    """Where else it may lie: in a tensor of all experts of a layer."""
+    stacked: StackedSlice | None = None
+    """Its place in a tensor of all experts of a layer, if a checkpoint may have that instead."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One kind of Megatron parameter: its name, what it is made of and how it is cut."""
+class WeightRule:
+    """One kind of Megatron parameter: its name, its Hugging Face tensors, the dim that is cut."""
 
     megatron: str
-    parts: tuple[Part, ...]
+    templates: tuple[TensorTemplate, ...]
     join: Literal["concat", "qkv"] = "concat"
-    """``concat``: the parts below one another. ``qkv``: per key-value head, its queries, its key
-    and its value, as Megatron's ``linear_qkv`` has them."""
+    """``concat``: the tensors are concatenated by rows. ``qkv``: each key-value head has its
+    queries, its key and its value together, as in Megatron's ``linear_qkv``."""
     cut: int | None = None
-    """The dim of every part that tensor parallelism cuts; None: every rank has all of it."""
+    """The dim of every tensor that tensor parallelism cuts. None: every rank holds all of it."""
     kind: Literal["trained", "frozen", "buffer"] = "trained"
-    """``frozen`` has no gradient. Neither has a ``buffer``, which is fp32 in every checkpoint."""
+    """``frozen``: no gradient. ``buffer``: no gradient, and fp32 in every checkpoint."""
     padded: bool = False
-    """Rows of zeros follow where the vocabulary is no multiple of the tensor-parallel size."""
+    """Rows of zeros are appended if the tensor-parallel size does not divide the vocabulary."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The rules of one family, by the part of the model they are for."""
+class FamilyRules:
+    """The weight rules of one family, by the part of the model that they apply to."""
 
-    first: tuple[Rule, ...]
-    attention: tuple[Rule, ...]
-    dense: tuple[Rule, ...]
-    moe: tuple[Rule, ...]
-    expert: tuple[Rule, ...]
-    last: tuple[Rule, ...]
-    mtp: tuple[Rule, ...] = ()
-    """Of a layer that predicts further tokens, and next, of its experts; ``{depth}`` counts it."""
-    mtp_expert: tuple[Rule, ...] = ()
+    first: tuple[WeightRule, ...]
+    attention: tuple[WeightRule, ...]
+    dense: tuple[WeightRule, ...]
+    moe: tuple[WeightRule, ...]
+    expert: tuple[WeightRule, ...]
+    last: tuple[WeightRule, ...]
+    mtp: tuple[WeightRule, ...] = ()
+    """Rules of a multi-token prediction layer. ``{depth}`` is its number, from 0."""
+    mtp_expert: tuple[WeightRule, ...] = ()
+    """Rules of that layer's experts."""
 
 
 @dataclass(frozen=True)
-class HfTensor:
-    """A tensor of a Hugging Face checkpoint: its classic name and shape, and where else it lies."""
+class HfTensorSpec:
+    """A tensor of a Hugging Face checkpoint: name and shape of one expert's, if it is an expert's.
+
+    ``stacked`` is its place in a tensor of all experts, if a checkpoint may have that instead.
+    """
 
     name: str
     shape: tuple[int, ...]
-    stacked: Stacked | None
+    stacked: StackedSlice | None
     expert: int | None
 
     @property
     def sent_as(self) -> str:
-        """The name of what a checkpoint or an engine gets of it: perhaps that of all experts."""
+        """The name under which it is exported and synced: its own, or that of all experts."""
         return self.stacked.name if self.stacked and self.stacked.only else self.name
 
     def sent_shape(self, num_experts: int) -> tuple[int, ...]:
-        """The shape of that."""
+        """The shape of the tensor ``sent_as``."""
         if self.sent_as == self.name:
             return self.shape
         assert self.stacked is not None
@@ -77,26 +81,26 @@ class HfTensor:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterSpec:
     """One parameter of the whole model."""
 
     name: str
-    tensors: tuple[HfTensor, ...]
-    rule: Rule
+    tensors: tuple[HfTensorSpec, ...]
+    rule: WeightRule
     layer: int | None = None
     expert: int | None = None
     copy: bool = False
-    """It holds again what another parameter owns (tied embeddings): loaded, never sent."""
+    """It repeats another parameter (tied embeddings): it is loaded and never sent."""
 
-    def axis(self, placement: GridPosition) -> Axis:
-        """The axis that cuts this parameter; one of size 1 where nothing does."""
+    def axis(self, position: GridPosition) -> AxisPosition:
+        """The axis that cuts this parameter. If nothing cuts it, the axis has size 1."""
         if self.rule.cut is None:
-            return Axis()
-        return placement.tp if self.expert is None else placement.etp
+            return AxisPosition()
+        return position.tp if self.expert is None else position.etp
 
 
-def sizes(arch: Architecture) -> dict[str, int]:
-    """The words of a part's ``shape``."""
+def dimension_sizes(arch: Architecture) -> dict[str, int]:
+    """The size of each name in a template's ``shape``."""
     return {
         "vocab": arch.vocab_size,
         "one": 1,
@@ -124,34 +128,39 @@ def _latent_sizes(mla: MLA, num_heads: int) -> dict[str, int]:
     }
 
 
-def expand(layout: Layout, arch: Architecture) -> tuple[Parameter, ...]:
+def expand_rules(family: FamilyRules, arch: Architecture) -> tuple[ParameterSpec, ...]:
     """All parameters of the model, in the order in which they are sent."""
-    size = sizes(arch)
+    size = dimension_sizes(arch)
 
-    def spell(rule: Rule, layer: int | None = None, expert: int | None = None) -> Parameter:
+    def apply(
+        rule: WeightRule, layer: int | None = None, expert: int | None = None
+    ) -> ParameterSpec:
         def fill(name: str) -> str:
             depth = None if layer is None else layer - arch.num_layers
             return name.format(layer=layer, expert=expert, depth=depth)
 
         tensors = tuple(
-            HfTensor(
-                fill(part.name),
-                tuple(size[word] for word in part.shape.split()),
-                replace(part.stacked, name=fill(part.stacked.name)) if part.stacked else None,
+            HfTensorSpec(
+                fill(template.name),
+                tuple(size[word] for word in template.shape.split()),
+                replace(template.stacked, name=fill(template.stacked.name))
+                if template.stacked
+                else None,
                 expert,
             )
-            for part in rule.parts
+            for template in rule.templates
         )
-        return Parameter(fill(rule.megatron), tensors, rule, layer, expert)
+        return ParameterSpec(fill(rule.megatron), tensors, rule, layer, expert)
 
-    found = [spell(rule) for rule in layout.first]
+    parameters = [apply(rule) for rule in family.first]
     for layer in range(arch.num_layers):
         is_moe = layer in arch.moe_layers
-        rules = layout.attention + (layout.moe if is_moe else layout.dense)
-        found += [spell(rule, layer) for rule in rules]
+        rules = family.attention + (family.moe if is_moe else family.dense)
+        parameters += [apply(rule, layer) for rule in rules]
         experts = range(arch.num_experts if is_moe else 0)
-        found += [spell(rule, layer, e) for rule in layout.expert for e in experts]
+        parameters += [apply(rule, layer, e) for rule in family.expert for e in experts]
     for layer in range(arch.num_layers, arch.num_layers + arch.mtp_layers):
-        found += [spell(rule, layer) for rule in layout.mtp]
-        found += [spell(r, layer, e) for r in layout.mtp_expert for e in range(arch.num_experts)]
-    return (*found, *(spell(rule) for rule in layout.last))
+        parameters += [apply(rule, layer) for rule in family.mtp]
+        experts = range(arch.num_experts)
+        parameters += [apply(rule, layer, e) for rule in family.mtp_expert for e in experts]
+    return (*parameters, *(apply(rule) for rule in family.last))

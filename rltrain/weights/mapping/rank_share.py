@@ -11,10 +11,19 @@ from typing import Literal
 from rltrain.config.policy import ParallelConfig
 from rltrain.parallel.layer_map import Pipeline
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.mapping.parameters import Parameter
+from rltrain.weights.families import model_parameters
+from rltrain.weights.mapping.parameters import ParameterSpec
 
-PARTS = ("embedding", "attention", "dense MLP", "router", "shared expert", "experts", "MTP", "head")
+MODEL_PARTS = (
+    "embedding",
+    "attention",
+    "dense MLP",
+    "router",
+    "shared expert",
+    "experts",
+    "MTP",
+    "head",
+)
 """What a parameter belongs to; norms go with what they are before, the last one with the head."""
 _OF_NAME = {
     "embedding.": "embedding",
@@ -29,7 +38,7 @@ _OF_NAME = {
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameter:
     """A parameter as one rank holds it, perhaps only a cut of it."""
 
     name: str
@@ -39,9 +48,9 @@ class Held:
     kind: Literal["trained", "frozen", "buffer"]
 
 
-def held_by(
+def rank_parameters(
     arch: Architecture, layout: ParallelConfig, stage: int, chunk: int = 0, ep_rank: int = 0
-) -> Iterator[Held]:
+) -> Iterator[RankParameter]:
     """What a rank of a pipeline stage holds in one of its model chunks.
 
     Tensor-parallel ranks hold equally much, and so do expert-parallel ones of other experts.
@@ -54,26 +63,26 @@ def held_by(
     is_last = stage == layout.pp - 1 and chunk == layout.vpp - 1
     experts = arch.num_experts // layout.ep
     own = range(ep_rank * experts, (ep_rank + 1) * experts)
-    for parameter in parameters(arch):
+    for parameter in model_parameters(arch):
         if parameter.layer is None:
-            here = is_first if part_of(parameter) == "embedding" else is_last
+            here = is_first if model_part(parameter) == "embedding" else is_last
             # Where one chunk has both ends, tied embeddings are one parameter.
             here = here and not (parameter.copy and is_first)
         else:
             here = parameter.layer in layers or (is_last and parameter.layer >= arch.num_layers)
         if here and (parameter.expert is None or parameter.expert in own):
             numel = _numel(parameter, arch, layout)
-            yield Held(parameter.name, part_of(parameter), numel, parameter.rule.kind)
+            yield RankParameter(parameter.name, model_part(parameter), numel, parameter.rule.kind)
 
 
-def part_of(parameter: Parameter) -> str:
+def model_part(parameter: ParameterSpec) -> str:
     if parameter.name.startswith("mtp."):
         return "MTP"
     found = (part for text, part in _OF_NAME.items() if text in parameter.name)
     return next(found, "head")
 
 
-def _numel(parameter: Parameter, arch: Architecture, layout: ParallelConfig) -> int:
+def _numel(parameter: ParameterSpec, arch: Architecture, layout: ParallelConfig) -> int:
     if parameter.rule.padded:
         return arch.padded_vocab_size(layout.tp) // layout.tp * arch.hidden_size
     whole = sum(prod(tensor.shape) for tensor in parameter.tensors)

@@ -6,17 +6,17 @@ Megatron's names are those of the Transformer Engine layers, which the torch bac
 from dataclasses import dataclass, replace
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.mapping.parameters import Layout, Part, Rule
-from rltrain.weights.mapping.stacked_experts import Stacked
+from rltrain.weights.mapping.parameters import FamilyRules, TensorTemplate, WeightRule
+from rltrain.weights.mapping.stacked_experts import StackedSlice
 
-HF = "model.layers.{layer}."
-MEGATRON = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+MEGATRON_LAYER = "decoder.layers.{layer}."
 _MTP = "mtp.layers.{depth}."
-_NORM_BEFORE_MLP = Part(HF + "post_attention_layernorm.weight", "hidden")
+_NORM_BEFORE_MLP = TensorTemplate(HF_LAYER + "post_attention_layernorm.weight", "hidden")
 
 
 @dataclass(frozen=True)
-class Names:
+class ModuleNames:
     """What a family calls the parts of a layer that has a router."""
 
     block: str = "mlp"
@@ -28,7 +28,7 @@ class Names:
     shared: str = "shared_experts"
 
 
-def usual_layout(arch: Architecture, names: Names = Names()) -> Layout:
+def usual_rules(arch: Architecture, names: ModuleNames = ModuleNames()) -> FamilyRules:
     """The layout of a decoder whose parts ``arch`` tells, MTP layers included."""
     attention = _latent_attention(arch) if arch.mla else _attention(arch)
     moe, expert = _moe(arch, names), _expert(names)
@@ -36,7 +36,7 @@ def usual_layout(arch: Architecture, names: Names = Names()) -> Layout:
     has_mtp = arch.mtp_layers > 0
     # Megatron builds MTP layers like the last one of the decoder.
     inner = attention + (moe if ends_with_moe else DENSE)
-    return Layout(
+    return FamilyRules(
         first=(EMBEDDING,),
         attention=attention,
         dense=DENSE,
@@ -48,42 +48,49 @@ def usual_layout(arch: Architecture, names: Names = Names()) -> Layout:
     )
 
 
-EMBEDDING = Rule(
+EMBEDDING = WeightRule(
     "embedding.word_embeddings.weight",
-    (Part("model.embed_tokens.weight", "vocab hidden"),),
+    (TensorTemplate("model.embed_tokens.weight", "vocab hidden"),),
     cut=0,
     padded=True,
 )
-FINAL_NORM = Rule("decoder.final_layernorm.weight", (Part("model.norm.weight", "hidden"),))
-OUTPUT = Rule("output_layer.weight", (Part("lm_head.weight", "vocab hidden"),), cut=0, padded=True)
+FINAL_NORM = WeightRule(
+    "decoder.final_layernorm.weight", (TensorTemplate("model.norm.weight", "hidden"),)
+)
+OUTPUT = WeightRule(
+    "output_layer.weight", (TensorTemplate("lm_head.weight", "vocab hidden"),), cut=0, padded=True
+)
 DENSE = (
-    Rule(MEGATRON + "mlp.linear_fc1.layer_norm_weight", (_NORM_BEFORE_MLP,)),
-    Rule(
-        MEGATRON + "mlp.linear_fc1.weight",
+    WeightRule(MEGATRON_LAYER + "mlp.linear_fc1.layer_norm_weight", (_NORM_BEFORE_MLP,)),
+    WeightRule(
+        MEGATRON_LAYER + "mlp.linear_fc1.weight",
         (
-            Part(HF + "mlp.gate_proj.weight", "ffn hidden"),
-            Part(HF + "mlp.up_proj.weight", "ffn hidden"),
+            TensorTemplate(HF_LAYER + "mlp.gate_proj.weight", "ffn hidden"),
+            TensorTemplate(HF_LAYER + "mlp.up_proj.weight", "ffn hidden"),
         ),
         cut=0,
     ),
-    Rule(
-        MEGATRON + "mlp.linear_fc2.weight",
-        (Part(HF + "mlp.down_proj.weight", "hidden ffn"),),
+    WeightRule(
+        MEGATRON_LAYER + "mlp.linear_fc2.weight",
+        (TensorTemplate(HF_LAYER + "mlp.down_proj.weight", "hidden ffn"),),
         cut=1,
     ),
 )
 
 
-def _attention(arch: Architecture) -> tuple[Rule, ...]:
-    def rule(megatron: str, name: str, shape: str, cut: int | None = None) -> Rule:
-        part = Part(HF + name, shape)
-        return Rule(MEGATRON + "self_attention." + megatron, (part,), cut=cut)
+def _attention(arch: Architecture) -> tuple[WeightRule, ...]:
+    def rule(megatron: str, name: str, shape: str, cut: int | None = None) -> WeightRule:
+        part = TensorTemplate(HF_LAYER + name, shape)
+        return WeightRule(MEGATRON_LAYER + "self_attention." + megatron, (part,), cut=cut)
 
-    def qkv(kind: str, inner: str) -> Rule:
+    def qkv(kind: str, inner: str) -> WeightRule:
         parts = [("q", "q"), ("k", "kv"), ("v", "kv")]
-        return Rule(
-            MEGATRON + f"self_attention.linear_qkv.{kind}",
-            tuple(Part(HF + f"self_attn.{n}_proj.{kind}", rows + inner) for n, rows in parts),
+        return WeightRule(
+            MEGATRON_LAYER + f"self_attention.linear_qkv.{kind}",
+            tuple(
+                TensorTemplate(HF_LAYER + f"self_attn.{n}_proj.{kind}", rows + inner)
+                for n, rows in parts
+            ),
             join="qkv",
             cut=0,
         )
@@ -112,16 +119,20 @@ def _attention(arch: Architecture) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-def _latent_attention(arch: Architecture) -> tuple[Rule, ...]:
-    def rule(megatron: str, name: str, shape: str, cut: int | None = None) -> Rule:
-        return Rule(MEGATRON + megatron, (Part(HF + name, shape),), cut=cut)
+def _latent_attention(arch: Architecture) -> tuple[WeightRule, ...]:
+    def rule(megatron: str, name: str, shape: str, cut: int | None = None) -> WeightRule:
+        return WeightRule(
+            MEGATRON_LAYER + megatron, (TensorTemplate(HF_LAYER + name, shape),), cut=cut
+        )
 
-    def attention(megatron: str, name: str, shape: str, cut: int | None = None) -> Rule:
+    def attention(megatron: str, name: str, shape: str, cut: int | None = None) -> WeightRule:
         return rule("self_attention." + megatron, f"self_attn.{name}.weight", shape, cut)
 
     assert arch.mla is not None
     if arch.mla.q_lora_rank is None:
-        queries: tuple[Rule, ...] = (attention("linear_q_proj.weight", "q_proj", "q hidden", 0),)
+        queries: tuple[WeightRule, ...] = (
+            attention("linear_q_proj.weight", "q_proj", "q hidden", 0),
+        )
     else:
         queries = (
             attention("linear_q_down_proj.weight", "q_a_proj", "q_latent hidden"),
@@ -138,89 +149,101 @@ def _latent_attention(arch: Architecture) -> tuple[Rule, ...]:
     )
 
 
-def _moe(arch: Architecture, names: Names) -> tuple[Rule, ...]:
-    block = HF + names.block + "."
-    router = Part(block + names.router + ".weight", "experts hidden")
+def _moe(arch: Architecture, names: ModuleNames) -> tuple[WeightRule, ...]:
+    block = HF_LAYER + names.block + "."
+    router = TensorTemplate(block + names.router + ".weight", "experts hidden")
     found = [
-        Rule(MEGATRON + "pre_mlp_layernorm.weight", (_NORM_BEFORE_MLP,)),
-        Rule(MEGATRON + "mlp.router.weight", (router,)),
+        WeightRule(MEGATRON_LAYER + "pre_mlp_layernorm.weight", (_NORM_BEFORE_MLP,)),
+        WeightRule(MEGATRON_LAYER + "mlp.router.weight", (router,)),
     ]
     if arch.linear_bias:
-        offset = Part(block + names.router + ".bias", "experts")
-        found.append(Rule(MEGATRON + "mlp.router.bias", (offset,)))
+        offset = TensorTemplate(block + names.router + ".bias", "experts")
+        found.append(WeightRule(MEGATRON_LAYER + "mlp.router.bias", (offset,)))
     if arch.expert_bias:
-        bias = Part(block + names.router + ".e_score_correction_bias", "experts")
-        found.append(Rule(MEGATRON + "mlp.router.expert_bias", (bias,), kind="buffer"))
+        bias = TensorTemplate(block + names.router + ".e_score_correction_bias", "experts")
+        found.append(WeightRule(MEGATRON_LAYER + "mlp.router.expert_bias", (bias,), kind="buffer"))
     if arch.shared_expert_size > 0:
         shared = block + names.shared + "."
         found += [
-            Rule(
-                MEGATRON + "mlp.shared_experts.linear_fc1.weight",
+            WeightRule(
+                MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
                 (
-                    Part(shared + "gate_proj.weight", "shared hidden"),
-                    Part(shared + "up_proj.weight", "shared hidden"),
+                    TensorTemplate(shared + "gate_proj.weight", "shared hidden"),
+                    TensorTemplate(shared + "up_proj.weight", "shared hidden"),
                 ),
                 cut=0,
             ),
-            Rule(
-                MEGATRON + "mlp.shared_experts.linear_fc2.weight",
-                (Part(shared + "down_proj.weight", "hidden shared"),),
+            WeightRule(
+                MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",
+                (TensorTemplate(shared + "down_proj.weight", "hidden shared"),),
                 cut=1,
             ),
         ]
     if arch.shared_expert_gate:
-        gate = Part(block + names.shared + "_gate.weight", "one hidden")
-        found.append(Rule(MEGATRON + "mlp.shared_experts.gate_weight", (gate,)))
+        gate = TensorTemplate(block + names.shared + "_gate.weight", "one hidden")
+        found.append(WeightRule(MEGATRON_LAYER + "mlp.shared_experts.gate_weight", (gate,)))
     return tuple(found)
 
 
-def _expert(names: Names) -> tuple[Rule, ...]:
+def _expert(names: ModuleNames) -> tuple[WeightRule, ...]:
     # Together, all experts of a layer have the same two names in every family.
-    stacked = HF + "mlp.experts."
-    one = HF + names.block + ".experts.{expert}."
+    stacked = HF_LAYER + "mlp.experts."
+    one = HF_LAYER + names.block + ".experts.{expert}."
     gate_up = [(names.gate, (0, 2)), (names.up, (1, 2))]
     return (
-        Rule(
-            MEGATRON + "mlp.experts.linear_fc1.weight{expert}",
+        WeightRule(
+            MEGATRON_LAYER + "mlp.experts.linear_fc1.weight{expert}",
             tuple(
-                Part(
-                    one + name + ".weight", "expert hidden", Stacked(stacked + "gate_up_proj", part)
+                TensorTemplate(
+                    one + name + ".weight",
+                    "expert hidden",
+                    StackedSlice(stacked + "gate_up_proj", part),
                 )
                 for name, part in gate_up
             ),
             cut=0,
         ),
-        Rule(
-            MEGATRON + "mlp.experts.linear_fc2.weight{expert}",
-            (Part(one + names.down + ".weight", "hidden expert", Stacked(stacked + "down_proj")),),
+        WeightRule(
+            MEGATRON_LAYER + "mlp.experts.linear_fc2.weight{expert}",
+            (
+                TensorTemplate(
+                    one + names.down + ".weight",
+                    "hidden expert",
+                    StackedSlice(stacked + "down_proj"),
+                ),
+            ),
             cut=1,
         ),
     )
 
 
 _MTP_ONLY = (
-    Rule(_MTP + "enorm.weight", (Part(HF + "enorm.weight", "hidden"),), kind="frozen"),
-    Rule(_MTP + "hnorm.weight", (Part(HF + "hnorm.weight", "hidden"),), kind="frozen"),
-    Rule(
+    WeightRule(
+        _MTP + "enorm.weight", (TensorTemplate(HF_LAYER + "enorm.weight", "hidden"),), kind="frozen"
+    ),
+    WeightRule(
+        _MTP + "hnorm.weight", (TensorTemplate(HF_LAYER + "hnorm.weight", "hidden"),), kind="frozen"
+    ),
+    WeightRule(
         _MTP + "eh_proj.weight",
-        (Part(HF + "eh_proj.weight", "hidden twice_hidden"),),
+        (TensorTemplate(HF_LAYER + "eh_proj.weight", "hidden twice_hidden"),),
         cut=0,
         kind="frozen",
     ),
-    Rule(
+    WeightRule(
         _MTP + "final_layernorm.weight",
-        (Part(HF + "shared_head.norm.weight", "hidden"),),
+        (TensorTemplate(HF_LAYER + "shared_head.norm.weight", "hidden"),),
         kind="frozen",
     ),
 )
 
 
-def _in_mtp(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def _in_mtp(rules: tuple[WeightRule, ...]) -> tuple[WeightRule, ...]:
     """The rules of a decoder layer, for the one inside an MTP layer."""
     return tuple(
         replace(
             rule,
-            megatron=rule.megatron.replace(MEGATRON, _MTP + "transformer_layer."),
+            megatron=rule.megatron.replace(MEGATRON_LAYER, _MTP + "transformer_layer."),
             kind="frozen" if rule.kind == "trained" else rule.kind,
         )
         for rule in rules

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.mapping.assembly import assemble
+from rltrain.weights.families import model_parameters
+from rltrain.weights.mapping.assembly import to_megatron
 from rltrain.weights.mapping.grid import Grid, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
-from rltrain.weights.mapping.parameters import HfTensor
+from rltrain.weights.mapping.parameters import HfTensorSpec
 
 
-def seeded(tensor: HfTensor) -> Tensor:
+def seeded_tensor(tensor: HfTensorSpec) -> Tensor:
     """Norms near 1; everything else large enough that experts differ and a changed route shows."""
     seed = int.from_bytes(hashlib.sha256(tensor.name.encode()).digest()[:4], "big")
     values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
@@ -22,20 +22,20 @@ def seeded(tensor: HfTensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill(
+def fill_seeded(
     chunks: Sequence[nn.Module],
     arch: Architecture,
     mesh: Grid,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """What loading a checkpoint of `seeded` weights, kept in ``dtype``, would do."""
+    """What loading a checkpoint of `seeded_tensor` weights, kept in ``dtype``, would do."""
 
-    def read(tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
-        return seeded(tensor).to(dtype).float().narrow(dim, start, stop - start)
+    def read(tensor: HfTensorSpec, dim: int, start: int, stop: int) -> Tensor:
+        return seeded_tensor(tensor).to(dtype).float().narrow(dim, start, stop - start)
 
     placement = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, placement)
-    for parameter in parameters(arch):
+    for parameter in model_parameters(arch):
         if parameter.name in held:
-            source = assemble(parameter, read, arch, parameter.axis(placement))
+            source = to_megatron(parameter, read, arch, parameter.axis(placement))
             held[parameter.name].copy_(source)

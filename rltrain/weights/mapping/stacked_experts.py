@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedSlice:
     """Where an expert's tensor lies in one of all experts: ``[experts, rows, columns]``.
 
     A vector has no columns. Several tensors of an expert may share the rows (gate and up).

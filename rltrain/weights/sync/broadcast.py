@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.rollout import Transport
-from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
+from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack_bucket
+from rltrain.weights.sync.stream import SLOTS, Bucket, NamedTensors, TensorEntry
 
 SENDER = 0
 
 
-class Group:
+class BroadcastGroup:
     """One process's place in the group. Making one is collective."""
 
     def __init__(
@@ -54,11 +54,11 @@ class Group:
 
 
 class BroadcastSender:
-    """The ``payload`` of its buckets: ``nbytes`` and ``checksum``."""
+    """The ``payload`` of its buckets: ``nbytes`` and ``buffer_checksum``."""
 
     transport: Transport = "broadcast"
 
-    def __init__(self, group: Group, device: torch.device, bucket_bytes: int) -> None:
+    def __init__(self, group: BroadcastGroup, device: torch.device, bucket_bytes: int) -> None:
         self._group = group
         self._device = device
         self._slots = FlatSlots(device, bucket_bytes)
@@ -72,11 +72,14 @@ class BroadcastSender:
             self._sending[slot] = self._group.broadcast(self._slots.buffers[slot][:nbytes])
             self._filled = None
 
-    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], dict[str, Any]]:
+    def fill(self, slot: int, tensors: NamedTensors) -> tuple[list[TensorEntry], dict[str, Any]]:
         self._wait(slot)
         entries, nbytes = self._slots.fill(slot, tensors)
         self._filled = slot, nbytes
-        payload = {"nbytes": nbytes, "checksum": checksum(self._slots.buffers[slot][:nbytes])}
+        payload = {
+            "nbytes": nbytes,
+            "checksum": buffer_checksum(self._slots.buffers[slot][:nbytes]),
+        }
         return entries, payload
 
     def close(self) -> None:
@@ -95,7 +98,7 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
 
@@ -108,7 +111,7 @@ class BroadcastReceiver:
         nbytes = bucket["payload"]["nbytes"]
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._group.broadcast(buffer).wait()
-        return unpacked(buffer, bucket)
+        return unpack_bucket(buffer, bucket)
 
     def close(self) -> None:
         pass

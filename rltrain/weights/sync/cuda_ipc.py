@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rltrain.config.rollout import Transport
-from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
+from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack_bucket
+from rltrain.weights.sync.stream import SLOTS, Bucket, NamedTensors, TensorEntry
 
 Handle = list[Any]
 """What torch needs to open a storage of another process, bytes as hexadecimal text."""
@@ -23,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 
 class IpcSender:
-    """The ``payload`` of its buckets: ``nbytes``, ``checksum``, and ``handles`` by GPU."""
+    """The ``payload`` of its buckets: ``nbytes``, ``buffer_checksum``, and ``handles`` by GPU."""
 
     transport: Transport = "ipc"
 
@@ -36,16 +36,16 @@ class IpcSender:
     def send(self) -> None:
         pass
 
-    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], dict[str, Any]]:
+    def fill(self, slot: int, tensors: NamedTensors) -> tuple[list[TensorEntry], dict[str, Any]]:
         entries, nbytes = self._slots.fill(slot, tensors)
         buffer = self._slots.buffers[slot]
         shared = self._shared[slot]
         if shared is None or shared[0] is not buffer:
-            shared = buffer, share(buffer)
+            shared = buffer, share_buffer(buffer)
             self._shared[slot] = shared
         payload = {
             "nbytes": nbytes,
-            "checksum": checksum(buffer[:nbytes]),  # which waits for the copies
+            "checksum": buffer_checksum(buffer[:nbytes]),  # which waits for the copies
             "handles": {self._gpu: shared[1]},
         }
         return entries, payload
@@ -81,23 +81,23 @@ class IpcReceiver:
         handle = handles[self._gpu]
         key = str(handle)
         if key not in self._opened:
-            self._opened[key] = opened(handle, self._device)
+            self._opened[key] = open_buffer(handle, self._device)
         copy = self._opened[key][: bucket["payload"]["nbytes"]].clone()
-        return unpacked(copy, bucket)
+        return unpack_bucket(copy, bucket)
 
     def close(self) -> None:
         self._opened.clear()
         torch.cuda.ipc_collect()
 
 
-def share(buffer: Tensor) -> Handle:
-    """What `opened` takes; whole storages only."""
+def share_buffer(buffer: Tensor) -> Handle:
+    """What `open_buffer` takes; whole storages only."""
     assert buffer.storage_offset() == 0
     handle = buffer.untyped_storage()._share_cuda_()
     return [x.hex() if isinstance(x, bytes) else x for x in handle]
 
 
-def opened(handle: Handle, device: torch.device) -> Tensor:
+def open_buffer(handle: Handle, device: torch.device) -> Tensor:
     """The bytes of a buffer of another process, on this process's number of the same GPU.
 
     The order is that of torch.UntypedStorage._share_cuda_: device, memory, size, offset, counter

@@ -9,32 +9,32 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
+from rltrain.weights.families import model_parameters
 from rltrain.weights.huggingface.quantized import scale_shape
-from rltrain.weights.mapping.mtp import is_left_out
+from rltrain.weights.mapping.mtp import is_skipped_mtp
 from rltrain.weights.sync.engine_fp8 import is_quantized
 from rltrain.weights.sync.stream import Bucket
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Of one tensor."""
 
     dtype: str  # "bfloat16"
     shape: tuple[int, ...]
 
 
-def expected_tensors(arch: Architecture, dtype: str, *, fp8: bool) -> dict[str, Form]:
+def expected_tensors(arch: Architecture, dtype: str, *, fp8: bool) -> dict[str, TensorForm]:
     """Every tensor that `rltrain.weights.sync.sender` sends of a model, by name."""
     found = {}
-    for parameter in parameters(arch):
+    for parameter in model_parameters(arch):
         kept = "float32" if parameter.rule.kind == "buffer" else dtype
         for tensor in () if parameter.copy else parameter.tensors:
             if fp8 and is_quantized(tensor):
-                found[tensor.name] = Form("float8_e4m3fn", tensor.shape)
-                scales = Form("float32", scale_shape(tensor.shape))
+                found[tensor.name] = TensorForm("float8_e4m3fn", tensor.shape)
+                scales = TensorForm("float32", scale_shape(tensor.shape))
                 found[f"{tensor.name}_scale_inv"] = scales
             else:
-                found[tensor.sent_as] = Form(kept, tensor.sent_shape(arch.num_experts))
+                found[tensor.sent_as] = TensorForm(kept, tensor.sent_shape(arch.num_experts))
     return found
 
 
@@ -46,7 +46,7 @@ class Delivery:
         expected: by name
     """
 
-    def __init__(self, arch: Architecture, expected: Mapping[str, Form]) -> None:
+    def __init__(self, arch: Architecture, expected: Mapping[str, TensorForm]) -> None:
         self._arch = arch
         self._expected = expected
         self.names: set[str] = set()  # of what was accepted
@@ -67,13 +67,13 @@ class Delivery:
         if repeated := sorted(name for name in names if counts[name] > 1):
             raise ValueError(f"weight sync: tensors sent twice: {sorted(set(repeated))}")
         for entry in bucket["tensors"]:
-            self._check(entry["name"], Form(entry["dtype"], tuple(entry["shape"])))
+            self._check(entry["name"], TensorForm(entry["dtype"], tuple(entry["shape"])))
         self.names.update(names)
         self.num_buckets += 1
         self.is_complete = bucket["last"]
 
-    def _check(self, name: str, found: Form) -> None:
-        if is_left_out(name, self._arch):
+    def _check(self, name: str, found: TensorForm) -> None:
+        if is_skipped_mtp(name, self._arch):
             return
         if name not in self._expected:
             raise ValueError(

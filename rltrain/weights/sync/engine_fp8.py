@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.architecture.quantization_config import BLOCK
-from rltrain.weights.families import parameters
-from rltrain.weights.huggingface.quantized import quantize
-from rltrain.weights.mapping.parameters import HfTensor, Parameter
+from rltrain.weights.families import model_parameters
+from rltrain.weights.huggingface.quantized import quantize_fp8
+from rltrain.weights.mapping.parameters import HfTensorSpec, ParameterSpec
 
 LOAD_FORMAT = "rltrain"
 """vLLM's ``load_format`` for a folder that stores weights otherwise than the engine holds them."""
@@ -22,12 +22,12 @@ LOAD_FORMAT = "rltrain"
 _KEPT = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj"}
 
 
-def _matrices(arch: Architecture) -> list[HfTensor]:
-    every = [t for p in parameters(arch) if not p.copy for t in p.tensors]
+def _matrices(arch: Architecture) -> list[HfTensorSpec]:
+    every = [t for p in model_parameters(arch) if not p.copy for t in p.tensors]
     return [tensor for tensor in every if len(tensor.shape) == 2]
 
 
-def is_quantized(tensor: HfTensor) -> bool:
+def is_quantized(tensor: HfTensorSpec) -> bool:
     *_, module, kind = tensor.name.split(".")
     return len(tensor.shape) == 2 and kind == "weight" and module not in _KEPT
 
@@ -48,7 +48,7 @@ def fp8_config(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def in_fp8(
+def quantize_stream(
     tensors: Iterable[tuple[str, Tensor]], arch: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
     """The stream ``tensors``, each matrix as its FP8 numbers and ``NAME_scale_inv``.
@@ -59,14 +59,14 @@ def in_fp8(
     quantized = {tensor.name for tensor in _matrices(arch) if is_quantized(tensor)}
     for name, tensor in tensors:
         if name in quantized:
-            values, scale = quantize(tensor)
+            values, scale = quantize_fp8(tensor)
             yield name, values
             yield f"{name}_scale_inv", scale
         else:
             yield name, tensor
 
 
-def check_blocks(arch: Architecture, tensor_parallel: int) -> None:
+def check_fp8_blocks(arch: Architecture, tensor_parallel: int) -> None:
     """Blocks must not reach across what the engine joins (queries, keys and values) or cuts.
 
     Raises:
@@ -77,7 +77,7 @@ def check_blocks(arch: Architecture, tensor_parallel: int) -> None:
             "rollout.quantization=fp8: vLLM holds gpt-oss' experts in MXFP4 or bf16, not in FP8 "
             "blocks; use rollout.quantization=none"
         )
-    for parameter in parameters(arch):
+    for parameter in model_parameters(arch):
         for tensor in parameter.tensors:
             if is_quantized(tensor) and (size := _misfit(parameter, tensor, tensor_parallel)):
                 raise ValueError(
@@ -89,7 +89,7 @@ def check_blocks(arch: Architecture, tensor_parallel: int) -> None:
                 )
 
 
-def _misfit(parameter: Parameter, tensor: HfTensor, tensor_parallel: int) -> int | None:
+def _misfit(parameter: ParameterSpec, tensor: HfTensorSpec, tensor_parallel: int) -> int | None:
     """The size of the parts that the engine makes of the tensor, where blocks do not divide it."""
     joined = len(parameter.tensors) > 1
     if parameter.rule.cut is None or not (joined or tensor_parallel > 1):

@@ -6,11 +6,11 @@ from torch import Tensor
 from rltrain.weights.sync.stream import (
     SLOTS,
     Bucket,
-    Named,
+    NamedTensors,
     TensorEntry,
     aligned,
-    entry_of,
-    shaped,
+    tensor_entry,
+    tensor_view,
 )
 
 
@@ -21,7 +21,7 @@ class FlatSlots:
         self._device = device
         self.buffers = [self._empty(bucket_bytes) for _ in range(SLOTS)]
 
-    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], int]:
+    def fill(self, slot: int, tensors: NamedTensors) -> tuple[list[TensorEntry], int]:
         """Copy ``tensors`` into the slot; returns their entries and the bytes they take."""
         entries: list[TensorEntry] = []
         used = 0
@@ -29,8 +29,8 @@ class FlatSlots:
             if used + tensor.nbytes > self.buffers[slot].numel():
                 assert used == 0, "only a bucket's first tensor may be larger than a bucket"
                 self.buffers[slot] = self._empty(tensor.nbytes)
-            entry = entry_of(name, tensor, used)
-            shaped(_place(self.buffers[slot], entry), entry).copy_(tensor)
+            entry = tensor_entry(name, tensor, used)
+            tensor_view(_place(self.buffers[slot], entry), entry).copy_(tensor)
             entries.append(entry)
             end, used = used + tensor.nbytes, used + aligned(tensor.nbytes)
             if end < used:  # what lies between tensors is in the checksum, which all senders share
@@ -42,7 +42,7 @@ class FlatSlots:
         return torch.empty(aligned(nbytes), dtype=torch.uint8, device=self._device)
 
 
-def checksum(buffer: Tensor) -> int:
+def buffer_checksum(buffer: Tensor) -> int:
     """The sum of the bytes, eight at a time, modulo 2**64.  # uint8 [a multiple of 16]
 
     Wherever other bytes were read than were written, too early, too late or from elsewhere, it is
@@ -51,20 +51,22 @@ def checksum(buffer: Tensor) -> int:
     return int(buffer.view(torch.int64).sum().item())
 
 
-def unpacked(buffer: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
+def unpack_bucket(buffer: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
     """The tensors of a bucket, as views of its bytes.
 
     Raises:
         ValueError: they are not the sender's.
     """
-    found, expected = checksum(buffer), bucket["payload"]["checksum"]
+    found, expected = buffer_checksum(buffer), bucket["payload"]["checksum"]
     if found != expected:
         raise ValueError(
             f"weight sync: bucket {bucket['index']} arrived changed: expected {buffer.numel()} "
             f"bytes with checksum {expected}, found {found}. The sender must not touch a bucket "
             "before it is loaded"
         )
-    return [(entry["name"], shaped(_place(buffer, entry), entry)) for entry in bucket["tensors"]]
+    return [
+        (entry["name"], tensor_view(_place(buffer, entry), entry)) for entry in bucket["tensors"]
+    ]
 
 
 def _place(buffer: Tensor, entry: TensorEntry) -> Tensor:

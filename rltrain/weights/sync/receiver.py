@@ -43,18 +43,18 @@ from rltrain.config.rollout import Transport
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.load import read_tensors
-from rltrain.weights.sync.broadcast import BroadcastReceiver, Group
+from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastReceiver
 from rltrain.weights.sync.cuda_ipc import IpcReceiver, device_name
 from rltrain.weights.sync.delivery import Delivery, expected_tensors
 from rltrain.weights.sync.digest import model_digest
-from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT, in_fp8
+from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT, quantize_stream
 from rltrain.weights.sync.expert_stacks import stack_experts
 from rltrain.weights.sync.stream import Bucket, TensorEntry
 
 BACKEND = "rltrain"
 
 
-def engine_args() -> dict[str, Any]:
+def receiver_args() -> dict[str, Any]:
     """What the engine must be started with to receive weights."""
     return {
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
@@ -141,7 +141,7 @@ class FolderLoader(BaseModelLoader):
         device = next(model.parameters()).device
         read = read_tensors(model_config.model, arch, model_config.dtype)
         tensors = ((name, tensor.to(device)) for name, tensor in read)
-        model.load_weights(in_fp8(tensors, arch) if holds_fp8(model_config) else tensors)
+        model.load_weights(quantize_stream(tensors, arch) if holds_fp8(model_config) else tensors)
 
 
 def holds_fp8(model_config: ModelConfig) -> bool:
@@ -196,7 +196,9 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         rank = init_info.first_rank + worker
-        group = Group(init_info.file, rank, init_info.size, self.device, init_info.timeout_s)
+        group = BroadcastGroup(
+            init_info.file, rank, init_info.size, self.device, init_info.timeout_s
+        )
         self._broadcast = BroadcastReceiver(group, self.device)
 
     def start_weight_update(self) -> None:

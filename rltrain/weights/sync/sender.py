@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.mapping.assembly import disassemble
-from rltrain.weights.mapping.grid import Axis, Grid, GridPosition
+from rltrain.weights.families import model_parameters
+from rltrain.weights.mapping.assembly import to_huggingface
+from rltrain.weights.mapping.grid import AxisPosition, Grid, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
-from rltrain.weights.mapping.parameters import HfTensor, Parameter
+from rltrain.weights.mapping.parameters import HfTensorSpec, ParameterSpec
 
 
-def weights_of(parameter: Tensor) -> Tensor:
+def parameter_data(parameter: Tensor) -> Tensor:
     return parameter.data
 
 
@@ -28,7 +28,7 @@ def full_tensors(
     arch: Architecture,
     mesh: Grid,
     dtype: torch.dtype,
-    value: Callable[[Tensor], Tensor] = weights_of,
+    value: Callable[[Tensor], Tensor] = parameter_data,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor in ``dtype``), the same on every rank.
 
@@ -45,10 +45,10 @@ def full_tensors(
     """
     pieces = _pieces(chunks, arch, mesh, dtype, value)
     for name, group in groupby(pieces, key=lambda piece: piece[0].sent_as):
-        yield name, put_together(group, arch.num_experts)
+        yield name, join_stacked(group, arch.num_experts)
 
 
-def put_together(pieces: Iterator[tuple[HfTensor, Tensor]], num_experts: int) -> Tensor:
+def join_stacked(pieces: Iterator[tuple[HfTensorSpec, Tensor]], num_experts: int) -> Tensor:
     """Each piece is copied as it comes, so that never more than a few are held beside the whole."""
     first, whole = next(pieces)
     if first.sent_as == first.name:
@@ -70,14 +70,14 @@ def _pieces(
     mesh: Grid,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[HfTensor, Tensor]]:
+) -> Iterator[tuple[HfTensorSpec, Tensor]]:
     """Every tensor that the map knows, on every rank; an expert's alone."""
     placement = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, placement)
     owned = [
         parameter
-        for parameter in parameters(arch)
-        if not parameter.copy and (value is weights_of or parameter.rule.kind == "trained")
+        for parameter in model_parameters(arch)
+        if not parameter.copy and (value is parameter_data or parameter.rule.kind == "trained")
     ]
     stages = _stages(owned, held, placement.pp)
     for batch in _batches(owned, placement.ep.size):
@@ -93,7 +93,9 @@ def _pieces(
         yield from pieces
 
 
-def _stages(owned: Sequence[Parameter], held: Mapping[str, Tensor], pp: Axis) -> dict[str, int]:
+def _stages(
+    owned: Sequence[ParameterSpec], held: Mapping[str, Tensor], pp: AxisPosition
+) -> dict[str, int]:
     """Megatron name -> the pipeline stage that has it."""
     layers = {parameter.layer for parameter in owned if parameter.name in held}
     mine = [p.name in held if p.layer is None else p.layer in layers for p in owned]
@@ -107,7 +109,7 @@ def _stages(owned: Sequence[Parameter], held: Mapping[str, Tensor], pp: Axis) ->
     return {p.name: n for p, n in zip(owned, stage.tolist(), strict=True)}
 
 
-def _batches(owned: Sequence[Parameter], ep: int) -> Iterator[list[Parameter]]:
+def _batches(owned: Sequence[ParameterSpec], ep: int) -> Iterator[list[ParameterSpec]]:
     """What is gathered at a time: one parameter, or one expert of each expert-parallel rank."""
     for (_, rule), group in groupby(owned, key=lambda p: (p.layer, p.rule)):
         found = list(group)
@@ -120,15 +122,15 @@ def _batches(owned: Sequence[Parameter], ep: int) -> Iterator[list[Parameter]]:
 
 
 def _gather(
-    batch: Sequence[Parameter],
+    batch: Sequence[ParameterSpec],
     held: Mapping[str, Tensor],
     arch: Architecture,
     placement: GridPosition,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
-) -> list[tuple[HfTensor, Tensor]]:
+) -> list[tuple[HfTensorSpec, Tensor]]:
     """The Hugging Face tensors of a batch, on the ranks of the stage that has it."""
-    ep = placement.ep if batch[0].expert is not None else Axis()
+    ep = placement.ep if batch[0].expert is not None else AxisPosition()
     mine = batch[ep.rank]
     local = value(held[mine.name]).detach().to(dtype).contiguous()
     shards = _all_gather(local, mine.axis(placement))
@@ -137,12 +139,12 @@ def _gather(
         (tensor, values)
         for parameter, cuts in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
         for tensor, (_, values) in zip(
-            parameter.tensors, disassemble(parameter, cuts, arch), strict=True
+            parameter.tensors, to_huggingface(parameter, cuts, arch), strict=True
         )
     ]
 
 
-def _all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
+def _all_gather(tensor: Tensor, axis: AxisPosition) -> list[Tensor]:
     if axis.size == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor) for _ in range(axis.size)]
@@ -151,8 +153,8 @@ def _all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
 
 
 def _empty(
-    batch: Sequence[Parameter], dtype: torch.dtype, device: torch.device
-) -> list[tuple[HfTensor, Tensor]]:
+    batch: Sequence[ParameterSpec], dtype: torch.dtype, device: torch.device
+) -> list[tuple[HfTensorSpec, Tensor]]:
     return [
         (tensor, torch.empty(tensor.shape, dtype=dtype, device=device))
         for parameter in batch

@@ -27,7 +27,7 @@ BUCKET_BYTES = 512 * 2**20
 ALIGNMENT = 16
 """Of a tensor within a bucket, so that it can be read in place whatever its dtype."""
 
-Named = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class TensorEntry(TypedDict):
@@ -49,7 +49,7 @@ class Bucket(TypedDict):
     """Where the bytes are and what they add up to; see the transport."""
 
 
-class Sender(Protocol):
+class BucketSender(Protocol):
     """The sending end of a transport."""
 
     transport: Transport
@@ -57,7 +57,7 @@ class Sender(Protocol):
     def send(self) -> None:
         """Hand over what was filled last, where receivers do not fetch it themselves."""
 
-    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], dict[str, Any]]:
+    def fill(self, slot: int, tensors: NamedTensors) -> tuple[list[TensorEntry], dict[str, Any]]:
         """Take all of ``tensors`` into a slot whose bytes nobody needs any more.
 
         Returns:
@@ -79,7 +79,9 @@ class BucketStream:
         ValueError: the stream is empty.
     """
 
-    def __init__(self, tensors: Named, sender: Sender | None, bucket_bytes: int) -> None:
+    def __init__(
+        self, tensors: NamedTensors, sender: BucketSender | None, bucket_bytes: int
+    ) -> None:
         self._tensors = tensors
         self._sender = sender
         self._bucket_bytes = bucket_bytes
@@ -116,7 +118,7 @@ class BucketStream:
         if self._sender is not None:
             self._sender.close()
 
-    def _cut(self) -> Named:
+    def _cut(self) -> NamedTensors:
         """The tensors of one bucket: as many as fit, at least one."""
         used = 0
         while self._pending is not None:
@@ -132,7 +134,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def entry_of(name: str, tensor: Tensor, offset: int) -> TensorEntry:
+def tensor_entry(name: str, tensor: Tensor, offset: int) -> TensorEntry:
     return TensorEntry(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -142,7 +144,7 @@ def entry_of(name: str, tensor: Tensor, offset: int) -> TensorEntry:
     )
 
 
-def shaped(buffer: Tensor, entry: TensorEntry) -> Tensor:
+def tensor_view(buffer: Tensor, entry: TensorEntry) -> Tensor:
     """The tensor whose bytes ``buffer`` is, as a view of it.  # uint8 [nbytes]"""
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
@@ -156,7 +158,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def merged(buckets: Sequence[Bucket]) -> Bucket:
+def merge_buckets(buckets: Sequence[Bucket]) -> Bucket:
     """The bucket of which every sending rank filled a slot of its own.
 
     Raises:

@@ -15,7 +15,7 @@ from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.main import compose, main, start_folder
 from rltrain.planning.machine import check_ranks, device
 from rltrain.weights.families import architecture_from_config
-from rltrain.weights.huggingface import manifest
+from rltrain.weights.huggingface.manifest import write_manifest
 
 ROOT = Path(__file__).parents[3]
 MOE = read_model(Config())
@@ -197,7 +197,7 @@ def test_imported_weights_are_whole_and_of_the_model(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": str(model), "weights": str(weights)}}).model
     with pytest.raises(ValueError, match=r"expected manifest\.json beside"):
         check_imported(config)
-    manifest.write(weights)
+    write_manifest(weights)
     check_imported(config)
     changed = json.loads((model / "config.json").read_text()) | {"vocab_size": 7}
     (model / "config.json").write_text(json.dumps(changed))

@@ -31,11 +31,16 @@ from rltrain.controller.run_checkpoint import (
     save_last,
 )
 from rltrain.data.tiny_model import save_tiny_model
-from rltrain.weights.huggingface import manifest
 from rltrain.weights.huggingface.export import write_safetensors
-from rltrain.weights.huggingface.identity import SAMPLE_BYTES, Identity, differences, identity_of
+from rltrain.weights.huggingface.identity import (
+    SAMPLE_BYTES,
+    ModelIdentity,
+    identity_differences,
+    identity_of,
+)
+from rltrain.weights.huggingface.manifest import MANIFEST, check_manifest, write_manifest
 
-MODEL = Identity(architecture="tiny (1)", tokenizer="2", weights="3")
+MODEL = ModelIdentity(architecture="tiny (1)", tokenizer="2", weights="3")
 STATE = {"model": MODEL, "prompts": {"position": 5}}
 
 
@@ -131,7 +136,7 @@ def test_only_this_runs_own_is_opened_unless_it_is_trusted(tmp_path: Path) -> No
 
 def test_a_folder_that_is_not_whole_is_no_checkpoint(tmp_path: Path) -> None:
     first, second = written(tmp_path, 1, 2)
-    (second / manifest.MANIFEST).unlink()
+    (second / MANIFEST).unlink()
     assert checkpoints(tmp_path) == [first]
     (tmp_path / "checkpoints/.step_000009.partial/policy").mkdir(parents=True)  # of a killed run
     written(tmp_path, 3)
@@ -164,7 +169,7 @@ def test_the_last_weights_are_a_link_where_the_checkpoint_is_there(tmp_path: Pat
         save_last(tmp_path, step, Group(step), MODEL)  # type: ignore[arg-type]
         found = last_weights(tmp_path)
         assert found is not None and not found.is_symlink()
-        manifest.check(found)
+        check_manifest(found)
         assert read_state(found) == {"step": step, "model": MODEL}
         assert (found / "policy/value.distcp").read_text() == str(step)
     for step in (3, 4):
@@ -199,7 +204,7 @@ def resuming(run: Path, **model: Any) -> Config:
     return Config.model_validate(small(**model).model_dump() | {"trainer": trainer})
 
 
-def identity(folder: Path) -> Identity:
+def identity(folder: Path) -> ModelIdentity:
     config = small(path=str(folder))
     return model_of(config, read_model(config))
 
@@ -245,7 +250,9 @@ def test_another_model_of_the_same_shape_is_refused_before_anything_starts(
     config = resuming(run, path=str(folder))
     check_resumed(config, read_model(config))
     change(folder)
-    assert [line[: len(part)] for line in differences(identity(tiny), identity(folder))] == [part]
+    assert [
+        line[: len(part)] for line in identity_differences(identity(tiny), identity(folder))
+    ] == [part]
     config = resuming(run, path=str(folder))
     with pytest.raises(ValueError, match=rf"another model than model.path:\n  {part}.* in the che"):
         check_resumed(config, read_model(config))
@@ -269,7 +276,7 @@ def test_imported_weights_are_known_by_their_manifest(tiny: Path, tmp_path: Path
     found = []
     for value in ("1", "1", "2"):
         (imported / "policy/value").write_text(value)
-        manifest.write(imported)
+        write_manifest(imported)
         found.append(identity_of(tiny, arch, imported)["weights"])
         shutil.move(imported, tmp_path / "moved")
         imported = tmp_path / "moved" if value == "2" else shutil.move(tmp_path / "moved", imported)

@@ -17,7 +17,7 @@ from rltrain.config import Config
 from rltrain.controller import sampling
 from rltrain.controller.sampling import Sampler, teaching_rows
 from rltrain.environments.pool import RewardResult
-from rltrain.rollout.generator import Group
+from rltrain.rollout.generator import ResponseGroup
 from rltrain.rollout.requests import Rollout
 from rltrain.tracking.timers import StepTimer
 
@@ -32,13 +32,15 @@ class Answers:
     order: Sequence[int] = ()
     asked: list[int] = field(default_factory=list)
 
-    def stream(self, problems: Any, step: int, round: int, keep: int) -> Iterator[Group | None]:
+    def stream(
+        self, problems: Any, step: int, round: int, keep: int
+    ) -> Iterator[ResponseGroup | None]:
         self.asked.append(round)
         finished = self.order[:keep] or range(len(problems))
         for index in finished:
             tokens = [100 * round + 2 * (G * index + sample) for sample in range(G)]
             yield None
-            yield Group(
+            yield ResponseGroup(
                 index,
                 [Rollout((t,), (t + 1,), (-1.0,), "stop", 0, None) for t in tokens],
                 [f"round {round} sequence {G * index + sample}" for sample in range(G)],

@@ -9,7 +9,12 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
 from rltrain.config.errors import OTHER_SAMPLING
-from rltrain.rollout.completion import check_length, check_tokens, sampled_logprobs, vllm_params
+from rltrain.rollout.completion import (
+    check_length,
+    check_prompt_tokens,
+    sampled_logprobs,
+    vllm_params,
+)
 from rltrain.rollout.requests import Request, SamplingParams
 
 REQUEST = Request((5, 6, 7), seed=11, prompt_id="abc", sample_index=2)
@@ -68,7 +73,7 @@ def test_prompt_and_response_must_fit() -> None:
 
 @pytest.mark.parametrize("token", [-1, 8, 2**40])
 def test_a_prompt_of_another_tokenizer_is_named(token: int) -> None:
-    check_tokens(REQUEST, vocab_size=8)
+    check_prompt_tokens(REQUEST, vocab_size=8)
     answer = rf"prompt abc sample 2: token 1 has id {token}, and the model's embedding has 8 rows"
     with pytest.raises(ValueError, match=answer):
-        check_tokens(replace(REQUEST, prompt_tokens=(7, token, 3)), vocab_size=8)
+        check_prompt_tokens(replace(REQUEST, prompt_tokens=(7, token, 3)), vocab_size=8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rltrain.batch import RouteRef
 from rltrain.config import Config
-from rltrain.rollout.dispatch import Call, _place
+from rltrain.rollout.dispatch import RequestBatch, _place
 from rltrain.rollout.generator import Generator, build_batch, make_requests
 from rltrain.rollout.requests import Rollout
 
@@ -197,7 +197,9 @@ def test_a_seed_is_that_of_run_step_prompt_and_sample_and_of_nothing_else() -> N
     assert all(len(seeds) == 6 for seeds in seen) and len(set().union(*seen)) == 24
 
 
-def calls(engines: int, groups: int, size: int, *, deterministic: bool, alone: bool) -> list[Call]:
+def calls(
+    engines: int, groups: int, size: int, *, deterministic: bool, alone: bool
+) -> list[RequestBatch]:
     cfg = Config.model_validate(
         {"algorithm": {"group_size": size}, "rollout": {"deterministic": deterministic}}
     )
@@ -228,7 +230,7 @@ def test_small_groups_go_together_unless_some_are_to_be_left_out() -> None:
 
 
 def test_a_call_goes_to_the_engine_with_the_fewest_requests() -> None:
-    anywhere, second = Call([0], []), Call([0], [], engine=1)
+    anywhere, second = RequestBatch([0], []), RequestBatch([0], [], engine=1)
     assert _place(anywhere, Counter({0: 3, 1: 2, 2: 2}), 4) == 1
     assert _place(anywhere, Counter({0: 4, 1: 4}), 4) is None
     assert _place(anywhere, Counter({0: 4, 1: 3}), 4) == 1

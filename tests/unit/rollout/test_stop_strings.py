@@ -18,7 +18,7 @@ from rltrain.data.tokenizer_checks import check_stop_strings
 from rltrain.rollout.completion import vllm_params
 from rltrain.rollout.requests import Request as OurRequest
 from rltrain.rollout.requests import Rollout, SamplingParams
-from rltrain.rollout.stop_scheduler import stopping
+from rltrain.rollout.stop_scheduler import with_stop_strings
 from rltrain.rollout.stop_strings import StopStrings, response_texts
 
 SPECIAL = ["<pad>", "<eos>", "<|end|>"]
@@ -239,7 +239,7 @@ def scheduler(tmp_path: Any) -> Any:
         max_model_len = 1000
         _update_request_with_output = Scheduler._update_request_with_output
 
-    return stopping(Ending)()
+    return with_stop_strings(Ending)()
 
 
 def request(max_tokens: int = 100, stops: Sequence[str] = ("ab",)) -> Request:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rltrain.config.rollout import Transport
-from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.sync.stream import SLOTS, Bucket, Named, TensorEntry
+from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack_bucket
+from rltrain.weights.sync.stream import SLOTS, Bucket, NamedTensors, TensorEntry
 
 
 class HeldSender:
@@ -19,14 +19,14 @@ class HeldSender:
     def send(self) -> None:
         pass
 
-    def fill(self, slot: int, tensors: Named) -> tuple[list[TensorEntry], dict[str, Any]]:
+    def fill(self, slot: int, tensors: NamedTensors) -> tuple[list[TensorEntry], dict[str, Any]]:
         entries, nbytes = self.slots.fill(slot, tensors)
         buffer = self.slots.buffers[slot][:nbytes]
-        return entries, {"nbytes": nbytes, "checksum": checksum(buffer)}
+        return entries, {"nbytes": nbytes, "checksum": buffer_checksum(buffer)}
 
     def read(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         buffer = self.slots.buffers[bucket["index"] % SLOTS][: bucket["payload"]["nbytes"]]
-        return unpacked(buffer.clone(), bucket)
+        return unpack_bucket(buffer.clone(), bucket)
 
     def close(self) -> None:
         pass

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from rltrain.config.hydra_groups import conf_folder
 from rltrain.verification.layout_models import MODELS
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import architecture_from_config, parameters, read_architecture
+from rltrain.weights.families import architecture_from_config, model_parameters, read_architecture
 
 QWEN3_30B_A3B: dict[str, Any] = json.loads(
     (conf_folder() / "model" / "Qwen3-30B-A3B" / "config.json").read_text()
@@ -127,8 +127,8 @@ def test_broken_folders(tmp_path: Path):
 def test_a_critic_is_the_model_without_its_output_layer() -> None:
     arch = MODELS["deepseek mtp"]
     critic = arch.with_value_head()
-    names, trunk = ([p.name for p in parameters(a)] for a in (arch, critic))
+    names, trunk = ([p.name for p in model_parameters(a)] for a in (arch, critic))
     assert trunk == [n for n in names if not n.startswith(("mtp.", "output_layer"))]
     assert len(trunk) < len(names) - 1
     tied = replace(MODELS["qwen3"], tie_embeddings=True).with_value_head()
-    assert parameters(tied) == parameters(MODELS["qwen3"].with_value_head())
+    assert model_parameters(tied) == model_parameters(MODELS["qwen3"].with_value_head())

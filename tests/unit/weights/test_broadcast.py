@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.weights.sync.broadcast import BroadcastReceiver, BroadcastSender, Group
-from rltrain.weights.sync.flat_buffers import FlatSlots, checksum, unpacked
-from rltrain.weights.sync.stream import Bucket, BucketStream, Sender, entry_of, merged
+from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
+from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack_bucket
+from rltrain.weights.sync.stream import (
+    Bucket,
+    BucketSender,
+    BucketStream,
+    merge_buckets,
+    tensor_entry,
+)
 from tests.unit.weights.held import HeldSender
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
@@ -33,15 +39,15 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
+def groups(tmp_path_factory: pytest.TempPathFactory) -> list[BroadcastGroup]:
     """Sender and receiver; each of them is made in a thread, for they wait for one another."""
     file = str(tmp_path_factory.mktemp("group") / "file")
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda rank: Group(file, rank, 2, CPU, 60.0), range(2)))
+        return list(threads.map(lambda rank: BroadcastGroup(file, rank, 2, CPU, 60.0), range(2)))
 
 
 def transfer(
-    sender: Sender,
+    sender: BucketSender,
     read: Callable[[Bucket], Received],
     tensors: dict[str, torch.Tensor],
     bucket_bytes: int,
@@ -68,7 +74,9 @@ def transfer(
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, 112, 1008, 2**20])
-def test_every_tensor_arrives_once_in_order(bucket_bytes: int, groups: list[Group]) -> None:
+def test_every_tensor_arrives_once_in_order(
+    bucket_bytes: int, groups: list[BroadcastGroup]
+) -> None:
     tensors = some_tensors()
     sender = BroadcastSender(groups[0], CPU, bucket_bytes)
     read = BroadcastReceiver(groups[1], CPU).read
@@ -97,10 +105,10 @@ def test_what_lies_between_tensors_is_the_same_for_every_sender() -> None:
     """They make the checksum of it, too, whatever was in the slot before."""
     slots, tensors = FlatSlots(CPU, 2**12), dict(some_tensors())
     _, nbytes = slots.fill(0, iter(tensors.items()))
-    expected = checksum(slots.buffers[0][:nbytes])
+    expected = buffer_checksum(slots.buffers[0][:nbytes])
     slots.buffers[0].fill_(255)
     assert slots.fill(0, iter(tensors.items()))[1] == nbytes
-    assert checksum(slots.buffers[0][:nbytes]) == expected
+    assert buffer_checksum(slots.buffers[0][:nbytes]) == expected
 
 
 def test_ranks_that_only_take_part_cut_at_the_same_places() -> None:
@@ -132,12 +140,12 @@ def test_a_changed_byte_is_found() -> None:
         index=3,
         last=True,
         tensors=entries,
-        payload={"checksum": checksum(buffer)},
+        payload={"checksum": buffer_checksum(buffer)},
     )
-    assert [name for name, _ in unpacked(buffer, bucket)] == list(tensors)
+    assert [name for name, _ in unpack_bucket(buffer, bucket)] == list(tensors)
     buffer[nbytes - 20] ^= 1
     with pytest.raises(ValueError, match=rf"bucket 3 arrived changed: expected {nbytes} bytes"):
-        unpacked(buffer, bucket)
+        unpack_bucket(buffer, bucket)
 
 
 def test_senders_that_disagree_are_refused() -> None:
@@ -145,20 +153,20 @@ def test_senders_that_disagree_are_refused() -> None:
         payload: dict[str, Any] = {"checksum": of, "handles": {gpu: [gpu]}}
         return Bucket(transport="ipc", index=2, last=False, tensors=[], payload=payload)
 
-    assert merged([bucket("a", 5), bucket("b", 5)])["payload"]["handles"] == {
+    assert merge_buckets([bucket("a", 5), bucket("b", 5)])["payload"]["handles"] == {
         "a": ["a"],
         "b": ["b"],
     }
     other = bucket("b", 5)
-    entry = entry_of("t", torch.zeros(2), 0)
+    entry = tensor_entry("t", torch.zeros(2), 0)
     for unlike in bucket("b", 6), {**other, "last": True}, {**other, "tensors": [entry]}:
         with pytest.raises(ValueError, match="other ones in bucket 2 of sender 1 than in that of"):
-            merged([bucket("a", 5), unlike])  # type: ignore[list-item]
+            merge_buckets([bucket("a", 5), unlike])  # type: ignore[list-item]
 
 
 def test_a_group_across_hosts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must share one host"):
-        Group(str(tmp_path / "of another host" / "file"), 1, 2, CPU, 60.0)
+        BroadcastGroup(str(tmp_path / "of another host" / "file"), 1, 2, CPU, 60.0)
 
 
 def test_an_empty_stream_is_refused() -> None:

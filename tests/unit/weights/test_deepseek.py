@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rltrain.weights.architecture.decoder import MLA, Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.mapping.assembly import assemble, disassemble
-from rltrain.weights.mapping.grid import Axis, GridPosition
+from rltrain.weights.families import model_parameters
+from rltrain.weights.mapping.assembly import to_huggingface, to_megatron
+from rltrain.weights.mapping.grid import AxisPosition, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
-from rltrain.weights.mapping.parameters import HfTensor
+from rltrain.weights.mapping.parameters import HfTensorSpec
 
 LATENT = MLA(q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=7)
 ARCH = Architecture(
@@ -61,19 +61,21 @@ def architectures(draw: st.DrawFn) -> Architecture:
 @given(architectures(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
 @example(replace(ARCH, mtp_layers=2), 2, 2)
 def test_cut_over_any_ranks_and_put_together_again(arch: Architecture, tp: int, etp: int):
-    tensors = [t for p in parameters(arch) if not p.copy for t in p.tensors]
+    tensors = [t for p in model_parameters(arch) if not p.copy for t in p.tensors]
     assert len({t.name for t in tensors}) == len(tensors)
     generator = torch.Generator().manual_seed(0)
     stored = {t.name: torch.rand(t.shape, generator=generator) for t in tensors}
 
-    def read(tensor: HfTensor, dim: int, start: int, stop: int):
+    def read(tensor: HfTensorSpec, dim: int, start: int, stop: int):
         return stored[tensor.name].narrow(dim, start, stop - start)
 
     back = {}
-    for parameter in parameters(arch):
-        size = parameter.axis(GridPosition(tp=Axis(0, tp), etp=Axis(0, etp))).size
-        shards = [assemble(parameter, read, arch, Axis(rank, size)) for rank in range(size)]
-        back |= dict(disassemble(parameter, shards, arch))
+    for parameter in model_parameters(arch):
+        size = parameter.axis(GridPosition(tp=AxisPosition(0, tp), etp=AxisPosition(0, etp))).size
+        shards = [
+            to_megatron(parameter, read, arch, AxisPosition(rank, size)) for rank in range(size)
+        ]
+        back |= dict(to_huggingface(parameter, shards, arch))
     assert back.keys() == stored.keys()
     assert all(torch.equal(back[name], stored[name]) for name in stored)
 
@@ -104,7 +106,7 @@ def test_names_and_shapes_are_those_of_transformers():
     with torch.device("meta"):
         state = DeepseekV3ForCausalLM(config).state_dict()
     found = {}
-    for tensor in (t for p in parameters(ARCH) for t in p.tensors):
+    for tensor in (t for p in model_parameters(ARCH) for t in p.tensors):
         if tensor.stacked and tensor.stacked.name in state:
             found[tensor.stacked.name] = tensor.stacked.shape(8, tensor.shape)
         else:
@@ -113,7 +115,7 @@ def test_names_and_shapes_are_those_of_transformers():
 
 
 def test_mtp_layers_lie_behind_the_last_layer():
-    found = {p.name: p for p in parameters(replace(ARCH, mtp_layers=2))}
+    found = {p.name: p for p in model_parameters(replace(ARCH, mtp_layers=2))}
     eh_proj = found["mtp.layers.1.eh_proj.weight"]
     assert [(t.name, t.shape) for t in eh_proj.tensors] == [
         ("model.layers.4.eh_proj.weight", (4, 8))
@@ -139,7 +141,9 @@ def test_the_bias_is_a_buffer_and_megatrons_other_buffers_are_not_held():
     layer.mlp = nn.Module()
     layer.mlp.router, layer.layer_number = router, 2
     names = {
-        p.name for p in parameters(ARCH) if p.layer == 1 and not p.name.endswith("expert_bias")
+        p.name
+        for p in model_parameters(ARCH)
+        if p.layer == 1 and not p.name.endswith("expert_bias")
     }
     for name in names - {"decoder.layers.1.mlp.router.weight"}:
         *path, last = name.removeprefix("decoder.layers.1.").split(".")
@@ -152,7 +156,7 @@ def test_the_bias_is_a_buffer_and_megatrons_other_buffers_are_not_held():
     model = nn.Module()
     model.decoder = nn.Module()
     model.decoder.layers = nn.ModuleList([layer])
-    second_stage = GridPosition(pp=Axis(1, 2))
+    second_stage = GridPosition(pp=AxisPosition(1, 2))
     held = local_parameters([model], ARCH, second_stage)
     assert held.keys() == names | {"decoder.layers.1.mlp.router.expert_bias"}
     assert held["decoder.layers.1.mlp.router.expert_bias"] is router.expert_bias

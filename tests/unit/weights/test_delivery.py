@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.weights.sync.delivery import Delivery, Form, expected_tensors
+from rltrain.weights.sync.delivery import Delivery, TensorForm, expected_tensors
 from rltrain.weights.sync.stream import Bucket, TensorEntry
 from tests.unit.weights.test_engine_fp8 import ARCH, LATENT
 
 EXPECTED = expected_tensors(ARCH, "bfloat16", fp8=False)
 
 
-def entry(name: str, form: Form) -> TensorEntry:
+def entry(name: str, form: TensorForm) -> TensorEntry:
     return TensorEntry(name=name, dtype=form.dtype, shape=list(form.shape), offset=0, nbytes=0)
 
 
@@ -56,7 +56,7 @@ def test_a_tensor_comes_once_and_in_its_form() -> None:
     with pytest.raises(ValueError, match=rf"sent twice: \['{first}'\]"):
         delivered([bucket(0, [first]), bucket(1, [second, first], last=True)])
     form = EXPECTED[first]
-    for other in (Form("float32", form.shape), Form(form.dtype, form.shape[::-1])):
+    for other in (TensorForm("float32", form.shape), TensorForm(form.dtype, form.shape[::-1])):
         changed = {**bucket(0, [], last=True), "tensors": [entry(first, other)]}
         with pytest.raises(ValueError, match=rf"expected {first} as bfloat16 of shape \[300, 160"):
             delivered([changed])  # type: ignore[list-item]
@@ -72,7 +72,7 @@ def test_what_is_refused_counts_as_not_brought() -> None:
     delivery = Delivery(ARCH, EXPECTED)
     with pytest.raises(ValueError, match="sent twice"):
         delivery.accept(bucket(0, [first, first]))
-    other = entry(first, Form("float32", EXPECTED[first].shape))
+    other = entry(first, TensorForm("float32", EXPECTED[first].shape))
     with pytest.raises(ValueError, match="found float32"):
         delivery.accept({**bucket(0, [second]), "tensors": [other]})
     delivery.accept(bucket(0, [first, second], last=True))
@@ -81,7 +81,7 @@ def test_what_is_refused_counts_as_not_brought() -> None:
 
 def test_layers_that_predict_further_tokens_may_come_and_need_not() -> None:
     arch = replace(ARCH, skipped_mtp_layers=1)
-    of_mtp = [entry("model.layers.2.eh_proj.weight", Form("bfloat16", (3,)))]
+    of_mtp = [entry("model.layers.2.eh_proj.weight", TensorForm("bfloat16", (3,)))]
     delivery = Delivery(arch, expected_tensors(arch, "bfloat16", fp8=False))
     everything = bucket(0, list(EXPECTED), last=True)
     delivery.accept({**everything, "tensors": everything["tensors"] + of_mtp})
@@ -91,10 +91,10 @@ def test_layers_that_predict_further_tokens_may_come_and_need_not() -> None:
 def test_buffers_keep_fp32_and_blocks_have_scales() -> None:
     plain = expected_tensors(LATENT, "bfloat16", fp8=False)
     [bias] = [name for name in plain if name.endswith("e_score_correction_bias")]
-    assert plain[bias] == Form("float32", (LATENT.num_experts,))
+    assert plain[bias] == TensorForm("float32", (LATENT.num_experts,))
     assert {form.dtype for name, form in plain.items() if name != bias} == {"bfloat16"}
     blocks = expected_tensors(LATENT, "bfloat16", fp8=True)
     down = "model.layers.1.mlp.experts.3.down_proj.weight"
-    assert blocks[down] == Form("float8_e4m3fn", (160, 128))
-    assert blocks[f"{down}_scale_inv"] == Form("float32", (2, 1))
-    assert blocks["model.embed_tokens.weight"] == Form("bfloat16", (300, 160))
+    assert blocks[down] == TensorForm("float8_e4m3fn", (160, 128))
+    assert blocks[f"{down}_scale_inv"] == TensorForm("float32", (2, 1))
+    assert blocks["model.embed_tokens.weight"] == TensorForm("bfloat16", (300, 160))

@@ -9,13 +9,13 @@ from safetensors.torch import save_file
 
 from rltrain.weights.architecture.decoder import MLA, Architecture
 from rltrain.weights.architecture.quantization_config import BlockFP8, quantization
-from rltrain.weights.families import parameters
+from rltrain.weights.families import model_parameters
 from rltrain.weights.huggingface.load import read_tensors
-from rltrain.weights.huggingface.quantized import quantize
+from rltrain.weights.huggingface.quantized import quantize_fp8
 from rltrain.weights.huggingface.tensor_files import SINGLE
-from rltrain.weights.mapping.seeded import seeded
+from rltrain.weights.mapping.seeded import seeded_tensor
 from rltrain.weights.sync.delivery import expected_tensors
-from rltrain.weights.sync.engine_fp8 import check_blocks, fp8_config, in_fp8
+from rltrain.weights.sync.engine_fp8 import check_fp8_blocks, fp8_config, quantize_stream
 from rltrain.weights.sync.stream import BucketStream
 from tests.unit.weights.held import HeldSender
 
@@ -58,13 +58,13 @@ ROUTER = "model.layers.1.mlp.gate"
 
 
 def stream(arch: Architecture) -> list[tuple[str, torch.Tensor]]:
-    tensors = [t for p in parameters(arch) if not p.copy for t in p.tensors]
-    return [(t.name, seeded(t).to(torch.bfloat16)) for t in tensors]
+    tensors = [t for p in model_parameters(arch) if not p.copy for t in p.tensors]
+    return [(t.name, seeded_tensor(t).to(torch.bfloat16)) for t in tensors]
 
 
 @pytest.mark.parametrize("arch", [ARCH, LATENT], ids=["grouped queries", "latent attention"])
 def test_every_projection_is_sent_in_blocks_and_nothing_else(arch: Architecture) -> None:
-    plain, sent = dict(stream(arch)), list(in_fp8(stream(arch), arch))
+    plain, sent = dict(stream(arch)), list(quantize_stream(stream(arch), arch))
     names = [name for name, _ in sent]
     expected = expected_tensors(arch, "bfloat16", fp8=True)
     assert len(names) == len(set(names)) and set(names) == expected.keys()
@@ -72,7 +72,7 @@ def test_every_projection_is_sent_in_blocks_and_nothing_else(arch: Architecture)
     for name, tensor in sent:
         source = name.removesuffix("_scale_inv")
         if "_proj" in name and "norm" not in name:  # independent of how the rule is written
-            values, scale = quantize(plain[source])
+            values, scale = quantize_fp8(plain[source])
             expected = scale if name.endswith("_scale_inv") else values
             assert tensor.dtype == expected.dtype
         else:
@@ -84,11 +84,11 @@ def test_every_projection_is_sent_in_blocks_and_nothing_else(arch: Architecture)
 
 def test_half_the_bytes_travel_in_buckets_of_the_same_size() -> None:
     arch = replace(ARCH, vocab_size=4)
-    plain, sent = stream(arch), list(in_fp8(stream(arch), arch))
+    plain, sent = stream(arch), list(quantize_stream(stream(arch), arch))
     sizes = [sum(t.nbytes for _, t in tensors) for tensors in (plain, sent)]
     assert sizes[1] < 0.51 * sizes[0]
     received, sender = {}, HeldSender(50_000)
-    buckets = BucketStream(in_fp8(stream(arch), arch), sender, 50_000)
+    buckets = BucketStream(quantize_stream(stream(arch), arch), sender, 50_000)
     while (bucket := buckets.next_bucket()) is not None:
         received |= dict(sender.read(bucket))
     buckets.close()
@@ -117,16 +117,16 @@ def test_a_folder_is_read_as_what_a_sync_would_send(tmp_path: Path) -> None:
 
 
 def test_blocks_fit_what_the_engine_joins_and_cuts() -> None:
-    check_blocks(ARCH, 1)
-    check_blocks(LATENT, 1)
+    check_fp8_blocks(ARCH, 1)
+    check_fp8_blocks(LATENT, 1)
     with pytest.raises(ValueError, match=r"k_proj\.weight has shape \[64, 160\].*parts of 64"):
-        check_blocks(replace(ARCH, num_kv_heads=1), 1)
+        check_fp8_blocks(replace(ARCH, num_kv_heads=1), 1)
     with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight has shape \[48, 160\]"):
-        check_blocks(replace(ARCH, expert_size=48), 1)
+        check_fp8_blocks(replace(ARCH, expert_size=48), 1)
     with pytest.raises(ValueError, match=r"k_proj\.weight.*tensor_parallel=2.*multiple of 128"):
-        check_blocks(ARCH, 2)
-    check_blocks(replace(ARCH, head_dim=128, expert_size=256), 2)
+        check_fp8_blocks(ARCH, 2)
+    check_fp8_blocks(replace(ARCH, head_dim=128, expert_size=256), 2)
     wide = replace(LATENT.mla, qk_nope_head_dim=96)
     latent = replace(LATENT, head_dim=128, mla=wide, expert_size=256, shared_expert_size=256)
     with pytest.raises(ValueError, match=r"o_proj\.weight has shape \[160, 128\].*parts of 64"):
-        check_blocks(latent, 2)
+        check_fp8_blocks(latent, 2)

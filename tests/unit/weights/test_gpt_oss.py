@@ -15,12 +15,12 @@ from rltrain.config.policy import ParallelConfig
 from rltrain.policy.megatron.transformer_options import check_backend_layout
 from rltrain.verification.layout_models import GPT_OSS_LIKE
 from rltrain.weights.architecture.decoder import Architecture, Yarn
-from rltrain.weights.families import architecture_from_config, parameters
+from rltrain.weights.families import architecture_from_config, model_parameters
 from rltrain.weights.huggingface.load import open_checkpoint
 from rltrain.weights.huggingface.tensor_files import SINGLE
-from rltrain.weights.mapping.assembly import assemble, disassemble
-from rltrain.weights.mapping.grid import Axis, GridPosition
-from rltrain.weights.mapping.parameters import HfTensor
+from rltrain.weights.mapping.assembly import to_huggingface, to_megatron
+from rltrain.weights.mapping.grid import AxisPosition, GridPosition
+from rltrain.weights.mapping.parameters import HfTensorSpec
 
 # openai/gpt-oss-20b as published.
 GPT_OSS_20B: dict[str, Any] = {
@@ -152,7 +152,7 @@ def test_layouts_that_would_be_wrong_are_refused():
 def stacked(arch: Architecture) -> dict[str, Tensor]:
     """A checkpoint as transformers has it, every number another."""
     shapes = {}
-    for tensor in (t for p in parameters(arch) for t in p.tensors):
+    for tensor in (t for p in model_parameters(arch) for t in p.tensors):
         whole = tensor.stacked.shape(arch.num_experts, tensor.shape) if tensor.stacked else None
         shapes[tensor.sent_as] = whole or tensor.shape
     found, start = {}, 0
@@ -171,8 +171,8 @@ def test_an_expert_is_every_other_column_of_what_all_of_them_are_in(tmp_path: Pa
     experts = "model.layers.1.mlp.experts."
 
     def local(name: str) -> Tensor:
-        found = next(p for p in parameters(arch) if p.name == f"decoder.layers.1.mlp.{name}")
-        return assemble(found, checkpoint.read, arch, Axis())
+        found = next(p for p in model_parameters(arch) if p.name == f"decoder.layers.1.mlp.{name}")
+        return to_megatron(found, checkpoint.read, arch, AxisPosition())
 
     both = whole[experts + "gate_up_proj"][3].T
     assert torch.equal(local("experts.linear_fc1.weight3"), torch.cat([both[0::2], both[1::2]]))
@@ -189,17 +189,22 @@ def test_read_in_slices_and_put_together_again(tmp_path: Path, size: int):
     save_file(whole, tmp_path / SINGLE)
     checkpoint = open_checkpoint(tmp_path, arch)
     back = {name: torch.full_like(tensor, -1) for name, tensor in whole.items()}
-    for parameter in parameters(arch):
-        cuts = parameter.axis(GridPosition(tp=Axis(0, size), etp=Axis(0, size))).size
-        shards = [assemble(parameter, checkpoint.read, arch, Axis(r, cuts)) for r in range(cuts)]
+    for parameter in model_parameters(arch):
+        cuts = parameter.axis(
+            GridPosition(tp=AxisPosition(0, size), etp=AxisPosition(0, size))
+        ).size
+        shards = [
+            to_megatron(parameter, checkpoint.read, arch, AxisPosition(r, cuts))
+            for r in range(cuts)
+        ]
         for tensor, (_, values) in zip(
-            parameter.tensors, disassemble(parameter, shards, arch), strict=True
+            parameter.tensors, to_huggingface(parameter, shards, arch), strict=True
         ):
             _target(back, tensor).copy_(values)
     assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
 
 
-def _target(whole: dict[str, Tensor], tensor: HfTensor) -> Tensor:
+def _target(whole: dict[str, Tensor], tensor: HfTensorSpec) -> Tensor:
     if tensor.stacked is None:
         return whole[tensor.name]
     assert tensor.expert is not None
@@ -222,8 +227,8 @@ def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path):
     save_file(tensors, folder / SINGLE)
     (folder / "config.json").write_text(json.dumps(GPT_OSS_20B))
     checkpoint = open_checkpoint(folder, arch)
-    for parameter in parameters(arch):
-        found = assemble(parameter, checkpoint.read, arch, Axis())
+    for parameter in model_parameters(arch):
+        found = to_megatron(parameter, checkpoint.read, arch, AxisPosition())
         if parameter.name.endswith("linear_fc1.weight5"):
             both = expected["gate_up_proj"][5].T
             assert torch.equal(found, torch.cat([both[0::2], both[1::2]]))

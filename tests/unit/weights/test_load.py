@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
+from rltrain.weights.families import model_parameters
 from rltrain.weights.huggingface.export import write_safetensors
 from rltrain.weights.huggingface.load import open_checkpoint, read_tensors
-from rltrain.weights.huggingface.quantized import quantize, scale_shape
+from rltrain.weights.huggingface.quantized import quantize_fp8, scale_shape
 from rltrain.weights.huggingface.tensor_files import INDEX, SINGLE
-from rltrain.weights.mapping.assembly import assemble
-from rltrain.weights.mapping.grid import Axis, GridPosition
+from rltrain.weights.mapping.assembly import to_megatron
+from rltrain.weights.mapping.grid import AxisPosition, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
 
 ARCH = Architecture(
@@ -43,7 +43,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 def random_checkpoint(arch: Architecture = ARCH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    tensors = [t for p in parameters(arch) if not p.copy for t in p.tensors]
+    tensors = [t for p in model_parameters(arch) if not p.copy for t in p.tensors]
     return {t.name: torch.randn(t.shape, generator=generator) for t in tensors}
 
 
@@ -70,13 +70,13 @@ def test_experts_together_or_apart_and_in_one_file_or_several(tmp_path: Path):
     write_safetensors(folders["several"], tensors.items(), max_shard_bytes=2000)
     assert len(list(folders["several"].glob("model-*-of-*.safetensors"))) > 2
     apart, together, several = (open_checkpoint(f, ARCH) for f in folders.values())
-    for parameter in parameters(ARCH):
-        for axis in [Axis(), Axis(0, 2), Axis(1, 2)]:
+    for parameter in model_parameters(ARCH):
+        for axis in [AxisPosition(), AxisPosition(0, 2), AxisPosition(1, 2)]:
             if axis.size == 2 and parameter.rule.cut is None:
                 continue
-            expected = assemble(parameter, apart.read, ARCH, axis)
-            assert torch.equal(assemble(parameter, together.read, ARCH, axis), expected)
-            assert torch.equal(assemble(parameter, several.read, ARCH, axis), expected)
+            expected = to_megatron(parameter, apart.read, ARCH, axis)
+            assert torch.equal(to_megatron(parameter, together.read, ARCH, axis), expected)
+            assert torch.equal(to_megatron(parameter, several.read, ARCH, axis), expected)
 
 
 QUANTIZED = Architecture(**{**vars(ARCH), "hidden_size": 160, "expert_size": 192, "head_dim": 96})
@@ -89,7 +89,7 @@ def quantized(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         if ("proj" not in name) or tensor.dim() < 2:
             stored[name] = read[name] = tensor
             continue
-        pairs = [quantize(matrix) for matrix in tensor.reshape(-1, *tensor.shape[-2:])]
+        pairs = [quantize_fp8(matrix) for matrix in tensor.reshape(-1, *tensor.shape[-2:])]
         values, scale = (torch.stack(list(part)) for part in zip(*pairs, strict=True))
         grown = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)
         plain = values.float() * grown[:, : tensor.shape[-2], : tensor.shape[-1]]
@@ -111,11 +111,11 @@ def test_fp8_blocks_read_as_plain_tensors(tmp_path: Path, together: bool):
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (quant / "config.json").write_text(json.dumps({"quantization_config": config}))
     found, expected = open_checkpoint(quant, QUANTIZED), open_checkpoint(plain, QUANTIZED)
-    for parameter in parameters(QUANTIZED):
-        for axis in [Axis(), Axis(0, 2), Axis(1, 2)]:
+    for parameter in model_parameters(QUANTIZED):
+        for axis in [AxisPosition(), AxisPosition(0, 2), AxisPosition(1, 2)]:
             if axis.size == 1 or parameter.rule.cut is not None:
-                ours = assemble(parameter, found.read, QUANTIZED, axis)
-                assert torch.equal(ours, assemble(parameter, expected.read, QUANTIZED, axis))
+                ours = to_megatron(parameter, found.read, QUANTIZED, axis)
+                assert torch.equal(ours, to_megatron(parameter, expected.read, QUANTIZED, axis))
     whole = dict(read_tensors(quant, QUANTIZED, torch.float32))
     assert whole.keys() == tensors.keys()
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -140,11 +140,11 @@ def test_mxfp4_experts_read_as_plain_tensors(tmp_path: Path):
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     (quant / "config.json").write_text(json.dumps(config))
     found, expected = open_checkpoint(quant, QUANTIZED), open_checkpoint(tmp_path, QUANTIZED)
-    for parameter in parameters(QUANTIZED):
+    for parameter in model_parameters(QUANTIZED):
         if parameter.expert is not None:
-            for axis in [Axis(), Axis(1, 2)]:
-                ours = assemble(parameter, found.read, QUANTIZED, axis)
-                assert torch.equal(ours, assemble(parameter, expected.read, QUANTIZED, axis))
+            for axis in [AxisPosition(), AxisPosition(1, 2)]:
+                ours = to_megatron(parameter, found.read, QUANTIZED, axis)
+                assert torch.equal(ours, to_megatron(parameter, expected.read, QUANTIZED, axis))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_tied_embeddings_need_no_head(tmp_path: Path):
     assert "lm_head.weight" not in tensors
     save_file(tensors, tmp_path / SINGLE)
     checkpoint = open_checkpoint(tmp_path, arch)
-    head = assemble(parameters(arch)[-1], checkpoint.read, arch, Axis())
+    head = to_megatron(model_parameters(arch)[-1], checkpoint.read, arch, AxisPosition())
     assert torch.equal(head, tensors["model.embed_tokens.weight"])
     assert load_file(tmp_path / SINGLE).keys() == tensors.keys()
 
@@ -226,7 +226,7 @@ def model_with(names: list[str], first_layer: int = 0) -> nn.Module:
 
 
 def test_model_and_map_name_the_same_parameters():
-    names = [p.name for p in parameters(ARCH)]
+    names = [p.name for p in model_parameters(ARCH)]
     held = local_parameters([model_with(names)], ARCH, GridPosition())
     assert held.keys() == set(names)
     lost = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
@@ -235,13 +235,13 @@ def test_model_and_map_name_the_same_parameters():
     with pytest.raises(ValueError, match=r"no weights for the model's decoder\.layers\.0\.bias"):
         local_parameters([model_with([*names, "decoder.layers.0.bias"])], ARCH, GridPosition())
     with pytest.raises(ValueError, match="4 experts cannot be shared out over ep=3"):
-        local_parameters([model_with(names)], ARCH, GridPosition(ep=Axis(0, 3)))
+        local_parameters([model_with(names)], ARCH, GridPosition(ep=AxisPosition(0, 3)))
 
 
 def test_a_pipeline_stage_and_an_expert_rank_hold_what_their_numbers_say():
-    every = [p.name for p in parameters(ARCH)]
+    every = [p.name for p in model_parameters(ARCH)]
     expected = [n for n in every if n.startswith("decoder.layers.1.") and n[-1] not in "01"]
     local = [n.replace("layers.1", "layers.0").replace("weight2", "weight0") for n in expected]
     stage = model_with([n.replace("weight3", "weight1") for n in local], first_layer=1)
-    placement = GridPosition(pp=Axis(1, 2), ep=Axis(1, 2))
+    placement = GridPosition(pp=AxisPosition(1, 2), ep=AxisPosition(1, 2))
     assert local_parameters([stage], ARCH, placement).keys() == set(expected)

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
-from rltrain.weights.mapping.assembly import assemble, disassemble
-from rltrain.weights.mapping.grid import Axis, GridPosition
-from rltrain.weights.mapping.parameters import HfTensor, Parameter
+from rltrain.weights.families import model_parameters
+from rltrain.weights.mapping.assembly import to_huggingface, to_megatron
+from rltrain.weights.mapping.grid import AxisPosition, GridPosition
+from rltrain.weights.mapping.parameters import HfTensorSpec, ParameterSpec
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -44,7 +44,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
 def numbered(arch: Architecture) -> dict[str, Tensor]:
     """A checkpoint in which every element of the model is another number."""
     found, start = {}, 0
-    for tensor in (t for p in parameters(arch) if not p.copy for t in p.tensors):
+    for tensor in (t for p in model_parameters(arch) if not p.copy for t in p.tensors):
         size = torch.Size(tensor.shape).numel()
         found[tensor.name] = torch.arange(start, start + size).view(tensor.shape)
         start += size
@@ -52,14 +52,14 @@ def numbered(arch: Architecture) -> dict[str, Tensor]:
 
 
 def reader(checkpoint: dict[str, Tensor]):
-    def read(tensor: HfTensor, dim: int, start: int, stop: int) -> Tensor:
+    def read(tensor: HfTensorSpec, dim: int, start: int, stop: int) -> Tensor:
         return checkpoint[tensor.name].narrow(dim, start, stop - start)
 
     return read
 
 
-def find(arch: Architecture, suffix: str) -> Parameter:
-    return next(p for p in parameters(arch) if p.name.endswith(suffix))
+def find(arch: Architecture, suffix: str) -> ParameterSpec:
+    return next(p for p in model_parameters(arch) if p.name.endswith(suffix))
 
 
 @settings(max_examples=60)
@@ -67,11 +67,14 @@ def find(arch: Architecture, suffix: str) -> Parameter:
 def test_cut_over_any_ranks_and_put_together_again(arch: Architecture, tp: int, etp: int):
     checkpoint = numbered(arch)
     back = {}
-    for parameter in parameters(arch):
-        size = parameter.axis(GridPosition(tp=Axis(0, tp), etp=Axis(0, etp))).size
-        shards = [assemble(parameter, reader(checkpoint), arch, Axis(r, size)) for r in range(size)]
+    for parameter in model_parameters(arch):
+        size = parameter.axis(GridPosition(tp=AxisPosition(0, tp), etp=AxisPosition(0, etp))).size
+        shards = [
+            to_megatron(parameter, reader(checkpoint), arch, AxisPosition(r, size))
+            for r in range(size)
+        ]
         assert len({s.shape for s in shards}) == 1
-        back |= dict(disassemble(parameter, shards, arch))
+        back |= dict(to_huggingface(parameter, shards, arch))
     assert back.keys() == checkpoint.keys()
     assert all(torch.equal(back[name], checkpoint[name]) for name in checkpoint)
 
@@ -89,14 +92,14 @@ def test_shards_hold_what_megatron_expects(arch: Architecture, tp: int):
             rows += [q[head * d + i] for i in range(d)]
         rows += [k[group * d + i] for i in range(d)] + [v[group * d + i] for i in range(d)]
     qkv = find(arch, "layers.0.self_attention.linear_qkv.weight")
-    shards = [assemble(qkv, reader(checkpoint), arch, Axis(r, tp)) for r in range(tp)]
+    shards = [to_megatron(qkv, reader(checkpoint), arch, AxisPosition(r, tp)) for r in range(tp)]
     assert torch.equal(torch.cat(shards), torch.stack(rows))
 
     if 0 not in arch.moe_layers:
         gate, up = (checkpoint[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
         fc1 = find(arch, "layers.0.mlp.linear_fc1.weight")
         for rank in range(tp):
-            local = assemble(fc1, reader(checkpoint), arch, Axis(rank, tp))
+            local = to_megatron(fc1, reader(checkpoint), arch, AxisPosition(rank, tp))
             half = arch.ffn_size // tp
             mine = slice(rank * half, (rank + 1) * half)
             assert torch.equal(local[:half], gate[mine]) and torch.equal(local[half:], up[mine])
@@ -123,7 +126,7 @@ def test_every_name_is_there_once():
         (0, 2),
         qk_norm="heads",
     )
-    found = parameters(arch)
+    found = model_parameters(arch)
     assert len({p.name for p in found}) == len(found) == 3 + 3 * 5 + 1 * 3 + 2 * (2 + 8)
     names = [t.name for p in found for t in p.tensors]
     assert len(set(names)) == len(names)
@@ -135,5 +138,5 @@ def test_padding_rows_are_zero():
     arch = Architecture("qwen3", 1, 4, 4, 2, 2, 8, 5, 1e4, 1e-6, False, 16)
     embedding = find(arch, "word_embeddings.weight")
     checkpoint = {k: v + 1 for k, v in numbered(arch).items()}
-    last = assemble(embedding, reader(checkpoint), arch, Axis(3, 4))
+    last = to_megatron(embedding, reader(checkpoint), arch, AxisPosition(3, 4))
     assert last.shape == (2, 4) and not last.any()

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from rltrain.weights.architecture.decoder import Architecture
-from rltrain.weights.families import parameters
+from rltrain.weights.families import model_parameters
 from rltrain.weights.huggingface.load import open_checkpoint
-from rltrain.weights.mapping.mtp import copies, settled, with_copies
+from rltrain.weights.mapping.mtp import mtp_copies, with_checkpoint_mtp, with_mtp_copies
 from tests.unit.weights.test_deepseek import ARCH
 
 TWO = replace(ARCH, mtp_layers=2)
@@ -19,7 +19,7 @@ EMBEDDING = torch.zeros(ARCH.vocab_size, ARCH.hidden_size)
 
 
 def write(folder: Path, arch: Architecture, *extra: str, sharded: bool = False) -> None:
-    tensors = {t.name: torch.zeros(t.shape) for p in parameters(arch) for t in p.tensors}
+    tensors = {t.name: torch.zeros(t.shape) for p in model_parameters(arch) for t in p.tensors}
     tensors |= {name: EMBEDDING.clone() for name in extra}
     if not sharded:
         save_file(tensors, folder / "model.safetensors")
@@ -31,9 +31,9 @@ def write(folder: Path, arch: Architecture, *extra: str, sharded: bool = False) 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_held_with_their_copies_or_skipped(tmp_path: Path, sharded: bool):
-    write(tmp_path, TWO, *copies(TWO), sharded=sharded)
-    assert settled(TWO, tmp_path, "hold") == TWO
-    without = settled(TWO, tmp_path, "skip")
+    write(tmp_path, TWO, *mtp_copies(TWO), sharded=sharded)
+    assert with_checkpoint_mtp(TWO, tmp_path, "hold") == TWO
+    without = with_checkpoint_mtp(TWO, tmp_path, "skip")
     assert without == replace(ARCH, skipped_mtp_layers=2)
     for arch in (TWO, without):
         open_checkpoint(tmp_path, arch)
@@ -44,14 +44,14 @@ def test_held_with_their_copies_or_skipped(tmp_path: Path, sharded: bool):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_folder_without_their_tensors_has_none(tmp_path: Path, sharded: bool):
     write(tmp_path, ARCH, sharded=sharded)
-    arch = settled(TWO, tmp_path, "hold")
+    arch = with_checkpoint_mtp(TWO, tmp_path, "hold")
     assert arch == replace(ARCH, skipped_mtp_layers=2)
     open_checkpoint(tmp_path, arch)
 
 
 def test_some_of_their_tensors_are_not_enough(tmp_path: Path):
     write(tmp_path, replace(ARCH, mtp_layers=1))
-    assert settled(TWO, tmp_path, "hold") == TWO
+    assert with_checkpoint_mtp(TWO, tmp_path, "hold") == TWO
     with pytest.raises(ValueError, match=r"tensor model\.layers\.4\.\S+ is in none"):
         open_checkpoint(tmp_path, TWO)
 
@@ -60,21 +60,24 @@ def test_only_their_copies_are_extra(tmp_path: Path):
     write(tmp_path, TWO, "model.layers.5.embed_tokens.weight")
     for mtp in ("hold", "skip"):
         with pytest.raises(ValueError, match=r"model\.layers\.5\.embed_tokens.* no part"):
-            open_checkpoint(tmp_path, settled(TWO, tmp_path, mtp))
+            open_checkpoint(tmp_path, with_checkpoint_mtp(TWO, tmp_path, mtp))
 
 
 def test_a_folder_that_cannot_be_read_decides_nothing(tmp_path: Path):
-    assert settled(TWO, tmp_path, "hold") == TWO
+    assert with_checkpoint_mtp(TWO, tmp_path, "hold") == TWO
     for content in (b"", b"\xff" * 8 + b"{}", b"\2\0\0\0\0\0\0\0[]", b"\3\0\0\0\0\0\0\0" + b"123"):
         (tmp_path / "model.safetensors").write_bytes(content)
-        assert settled(TWO, tmp_path, "hold") in (TWO, replace(ARCH, skipped_mtp_layers=2))
+        assert with_checkpoint_mtp(TWO, tmp_path, "hold") in (
+            TWO,
+            replace(ARCH, skipped_mtp_layers=2),
+        )
         with pytest.raises(ValueError, match="not a whole safetensors file"):
             open_checkpoint(tmp_path, TWO)
 
 
 def test_copies_follow_their_originals():
     named = [("model.embed_tokens.weight", 1), ("model.norm.weight", 2), ("lm_head.weight", 3)]
-    assert list(with_copies(named, replace(ARCH, mtp_layers=1))) == [
+    assert list(with_mtp_copies(named, replace(ARCH, mtp_layers=1))) == [
         ("model.embed_tokens.weight", 1),
         ("model.layers.3.embed_tokens.weight", 1),
         ("model.norm.weight", 2),
@@ -82,5 +85,5 @@ def test_copies_follow_their_originals():
         ("model.layers.3.shared_head.head.weight", 3),
     ]
     tied = replace(ARCH, mtp_layers=1, tie_embeddings=True)
-    assert ("model.layers.3.shared_head.head.weight", 1) in list(with_copies(named, tied))
-    assert list(with_copies(named, ARCH)) == named
+    assert ("model.layers.3.shared_head.head.weight", 1) in list(with_mtp_copies(named, tied))
+    assert list(with_mtp_copies(named, ARCH)) == named

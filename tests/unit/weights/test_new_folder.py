@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.weights.huggingface.export import write_safetensors
-from rltrain.weights.huggingface.new_folder import new_folder, shards
+from rltrain.weights.huggingface.new_folder import new_folder, split_by_bytes
 
 
 def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_one_process_writes_and_what_a_killed_one_left_is_removed(tmp_path: Path
 def test_shards_hold_all_in_order_and_none_too_much(sizes: list[int], limit: int) -> None:
     tensors = [(n, torch.empty(size, dtype=torch.uint8)) for n, size in enumerate(sizes)]
     found, lists = [], set()
-    for shard in shards(tensors, limit):
+    for shard in split_by_bytes(tensors, limit):
         found.append([n for n, _ in shard])
         lists.add(id(shard))
     assert len(lists) == 1  # emptied and filled again: no tensor of an earlier file stays alive

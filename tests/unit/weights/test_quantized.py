@@ -19,7 +19,7 @@ from rltrain.weights.huggingface.quantized import (
     FP8_MAX,
     BlockFP8Tensor,
     MXFP4Tensor,
-    quantize,
+    quantize_fp8,
     scale_shape,
     unpack_mxfp4,
 )
@@ -74,7 +74,7 @@ def random_tensor(*shape: int) -> Tensor:
 
 def stored_fp8(tensor: Tensor) -> tuple[InMemory, InMemory]:
     """Each matrix of ``[.., R, C]`` on its own."""
-    pairs = [quantize(matrix) for matrix in tensor.reshape(-1, *tensor.shape[-2:])]
+    pairs = [quantize_fp8(matrix) for matrix in tensor.reshape(-1, *tensor.shape[-2:])]
     values, scale = (torch.stack(list(part)) for part in zip(*pairs, strict=True))
     grid = scale_shape(tensor.shape)
     return InMemory(values.view(tensor.shape)), InMemory(scale.view(grid))
@@ -83,7 +83,7 @@ def stored_fp8(tensor: Tensor) -> tuple[InMemory, InMemory]:
 @given(rows=SIZES, columns=SIZES)
 def test_a_block_is_rounded_to_the_numbers_of_its_scale(rows: int, columns: int) -> None:
     tensor = random_tensor(rows, columns)
-    values, scale = quantize(tensor)
+    values, scale = quantize_fp8(tensor)
     assert values.shape == tensor.shape and values.dtype == torch.float8_e4m3fn
     assert scale.shape == (-(-rows // 128), -(-columns // 128)) and scale.dtype == torch.float32
     for i in range(scale.shape[0]):

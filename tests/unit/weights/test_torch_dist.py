@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain.weights.huggingface.stored_model import Chunk, StoredModel
-from rltrain.weights.huggingface.torch_dist import Reader, write
+from rltrain.weights.huggingface.torch_dist import TorchDistReader, write_torch_dist
 
 WHOLE = torch.arange(24.0).view(1, 6, 4)
 
@@ -26,9 +26,9 @@ def rows(of: Chunk) -> torch.Tensor:
 
 @pytest.mark.parametrize("max_file_bytes", [1, 10**6])
 def test_any_box_is_read_from_the_files_that_hold_it(tmp_path: Path, max_file_bytes: int) -> None:
-    write(tmp_path, [(c, rows(c)) for c in (UPPER, LOWER)], STORED, max_file_bytes)
+    write_torch_dist(tmp_path, [(c, rows(c)) for c in (UPPER, LOWER)], STORED, max_file_bytes)
     assert len(list(tmp_path.glob("*.distcp"))) == (3 if max_file_bytes == 1 else 2)
-    reader = Reader(tmp_path)
+    reader = TorchDistReader(tmp_path)
     for box in (UPPER, LOWER, chunk(0, 6), chunk(1, 3)):
         assert torch.equal(reader.read(box), rows(box).view(box.shape))
     cast = reader.read(LOWER, torch.bfloat16)
@@ -41,11 +41,11 @@ def test_any_box_is_read_from_the_files_that_hold_it(tmp_path: Path, max_file_by
 
 def test_what_is_no_checkpoint_of_a_whole_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"found no \.metadata"):
-        Reader(tmp_path)
+        TorchDistReader(tmp_path)
     with pytest.raises(ValueError, match="tensor-volume: 24 chunks-volume: 8"):
-        write(tmp_path, [(UPPER, rows(UPPER))], STORED, 1)
+        write_torch_dist(tmp_path, [(UPPER, rows(UPPER))], STORED, 1)
     with pytest.raises(ValueError, match=r"a: expected one dtype, found torch\.float32 and torch"):
-        write(tmp_path, [(UPPER, rows(UPPER)), (LOWER, rows(LOWER).half())], STORED, 1)
+        write_torch_dist(tmp_path, [(UPPER, rows(UPPER)), (LOWER, rows(LOWER).half())], STORED, 1)
 
 
 def test_where_parameters_lie_survives_json() -> None:
