@@ -122,7 +122,7 @@ class OverlongConfig(Section):
 
 class AlgorithmConfig(Section):
     type: Literal["rl", "sft"] = "rl"
-    group_size: Positive = 8
+    group_size: Positive = 16
     """G, responses sampled per prompt."""
     advantage: str = "grpo"
     """A name of `rltrain.algorithms.advantages`, or one's own as ``package.module.name``."""

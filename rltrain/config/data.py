@@ -23,7 +23,7 @@ class RewardConfig(Section):
     success_at: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """From which reward on a response counts as correct. null: what the function declares, which is
     1 for the built-in ones; where it declares nothing, no accuracy is logged."""
-    num_workers: Positive = 1
+    num_workers: Positive = 8
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The run stops when more than this share of a step's rewards timed out or crashed."""
@@ -91,7 +91,7 @@ class DataConfig(Section):
     repeat_in_step: bool = False
     """Let a step take a problem several times when there are fewer than it needs."""
     seed: int = 0
-    max_prompt_tokens: Positive = 64
+    max_prompt_tokens: Positive = 1024
     on_long_prompt: Literal["error", "drop"] = "error"
     on_bad_row: Literal["error", "drop"] = "error"
     """What a row that cannot be used does (docs/data.md): end the run, or be left out and

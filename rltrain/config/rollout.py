@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     head: Literal["auto", "fp32", "params"] = "auto"
     """Dtype in which the engine's output head multiplies, as ``policy.precision.head`` is the
     trainer's. ``auto`` is fp32 where the installed vLLM can."""
-    max_response_tokens: Positive = 16
+    max_response_tokens: Positive = 4096
     stop: list[str] = Field(default_factory=list)
     """Strings that end a response, in training and evaluation. The response ends with the token
     that completes the first of them: all its tokens were sampled and are in the loss, and none
@@ -94,7 +94,7 @@ class RolloutConfig(Section):
     """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
     are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
     CPUs. ``auto`` is ipc where engines share the policy's GPUs, else broadcast."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
     kv_cache_gib: Positive = 1
     """CPU only: memory for the KV cache."""
     engine_args: dict[str, Any] = Field(default_factory=dict)

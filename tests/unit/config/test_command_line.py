@@ -17,8 +17,9 @@ from rltrain.main import compose, main, start_folder
 ROOT = Path(__file__).parents[3]
 
 
-def test_nothing_chosen_is_the_schema() -> None:
-    assert compose() == Config()
+def test_nothing_chosen_is_the_schema_with_the_lengths_of_the_tiny_model() -> None:
+    lengths = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 16}}
+    assert compose() == Config.model_validate(lengths)
 
 
 def test_every_key_can_be_overridden_without_a_plus() -> None:

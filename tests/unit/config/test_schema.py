@@ -249,8 +249,8 @@ IMPOSSIBLE = [
         "every data parallel rank gets sequences",
     ),
     (
-        {"policy.max_tokens_per_micro_batch": 79},
-        "80 = data.max_prompt_tokens + rollout.max_response_tokens",
+        {"policy.max_tokens_per_micro_batch": 5119},
+        "5120 = data.max_prompt_tokens + rollout.max_response_tokens",
         "a micro batch holds the longest sequence",
     ),
     (

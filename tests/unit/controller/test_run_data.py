@@ -65,11 +65,11 @@ def test_nothing_heavy_is_imported_to_refuse(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == []
 
 
-def found_in(rows: list[Any], tmp_path: Path, *overrides: str) -> Any:
+def found_in(rows: list[Any], tmp_path: Path, *overrides: str, recipe: str = "grpo_moe_r3") -> Any:
     file = write_rows(tmp_path / "rows.jsonl", rows)
     few = ["data.eval_size=1", "trainer.prompts_per_step=2", "trainer.mini_batches=1"]
     data = ["data=jsonl", f"data.path={file}", *few, *overrides]
-    config = compose(["+recipe=grpo_moe_r3", *data])
+    config = compose([f"+recipe={recipe}", *data])
     return examine(config, read_model(config))
 
 
@@ -134,9 +134,19 @@ def test_ids_beyond_the_embedding_name_the_prompt(tmp_path: Path) -> None:
 
 
 def test_supervised_answers_fit(tmp_path: Path) -> None:
+<<<<<<< HEAD
     supervised = ["algorithm=sft", "routing_replay=off"]
     found = found_in(ROWS, tmp_path, *supervised)
     assert found.fault is None and found.trials == ()
     assert {len(p.target_tokens) for p in found.problems.train} == {2}
     long = [{"prompt": f"{i}", "answer": "x" * 16} for i in range(6)]
     assert "has 17 tokens, its end-of-sequence" in str(found_in(long, tmp_path, *supervised).fault)
+=======
+    found = found_in(ROWS, tmp_path, recipe="sft_tiny")
+    assert found.fault is None and found.trials == ()
+    assert {len(p.target_tokens) for p in found.problems.train} == {2}
+    long = [{"prompt": f"{i}", "answer": "x" * 16} for i in range(6)]
+    assert "has 17 tokens, its end-of-sequence" in str(
+        found_in(long, tmp_path, recipe="sft_tiny").fault
+    )
+>>>>>>> 004e548 (Lengths, group size, workers and GPU share of a real run are the schema's; the toy's are in its recipe)

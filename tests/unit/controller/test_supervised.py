@@ -20,7 +20,13 @@ PROBLEMS = [
 
 def config(**algorithm: object) -> Config:
     trainer = {"prompts_per_step": 4, "mini_batches": 2}
-    return Config.model_validate({"algorithm": {"type": "sft"} | algorithm, "trainer": trainer})
+    return Config.model_validate(
+        {
+            "algorithm": {"type": "sft"} | algorithm,
+            "trainer": trainer,
+            "rollout": {"max_response_tokens": 16},
+        }
+    )
 
 
 def test_answers_are_in_the_loss_and_prompts_are_not() -> None:
