@@ -133,7 +133,7 @@ LAYOUTS: tuple[Case, ...] = (
     _case(dp=2, tp=2, ep=2),
     _case(dp=2, cp=2),
     _case(FULL, dp=2, cp=2, ep=4),
-    replace(_case(dp=4, ep=4), seq_lens=(17, 30, 5)),
+    replace(_case(dp=4, ep=4), seq_lens=(29, 30, 25)),
     replace(_case(FULL, dp=2, pp=2, ep=2), seq_lens=(30,)),
 )
 """Each layout once. Together they have every kind of recomputation and both dispatchers."""

@@ -21,7 +21,7 @@ def import_from_this_folder(monkeypatch):
 
 
 def pool_of(function: str = "sample_rewards.act_out", **more) -> RewardPool:
-    settings = {"timeout_s": 5.0, "max_failed_fraction": 1.0}
+    settings = {"timeout_s": 5.0, "max_failed_fraction": 1.0, "num_workers": 1}
     return RewardPool(RewardConfig(function=function, **(settings | more)))
 
 
