@@ -134,14 +134,6 @@ def test_ids_beyond_the_embedding_name_the_prompt(tmp_path: Path) -> None:
 
 
 def test_supervised_answers_fit(tmp_path: Path) -> None:
-<<<<<<< HEAD
-    supervised = ["algorithm=sft", "routing_replay=off"]
-    found = found_in(ROWS, tmp_path, *supervised)
-    assert found.fault is None and found.trials == ()
-    assert {len(p.target_tokens) for p in found.problems.train} == {2}
-    long = [{"prompt": f"{i}", "answer": "x" * 16} for i in range(6)]
-    assert "has 17 tokens, its end-of-sequence" in str(found_in(long, tmp_path, *supervised).fault)
-=======
     found = found_in(ROWS, tmp_path, recipe="sft_tiny")
     assert found.fault is None and found.trials == ()
     assert {len(p.target_tokens) for p in found.problems.train} == {2}
@@ -149,4 +141,3 @@ def test_supervised_answers_fit(tmp_path: Path) -> None:
     assert "has 17 tokens, its end-of-sequence" in str(
         found_in(long, tmp_path, recipe="sft_tiny").fault
     )
->>>>>>> 004e548 (Lengths, group size, workers and GPU share of a real run are the schema's; the toy's are in its recipe)
