@@ -1,4 +1,4 @@
-"""The objective: advantages, loss, KL and what is done about mismatch."""
+"""The objective: advantages, loss, KL, and the correction of train-inference mismatch."""
 
 from typing import Annotated, Literal, Self
 
@@ -10,22 +10,24 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class KLConfig(Section):
-    """KL to the reference, a frozen copy of the policy."""
+    """KL to the reference model, a frozen copy of the policy."""
 
     coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL; 0 builds no reference model."""
+    """Weight of the KL. With 0 no reference model is built."""
     estimator: Literal["k1", "k2", "k3", "k3_k2"] = "k3"
-    """``k3_k2`` has k3's value and k2's gradient, which is the gradient of the KL itself. A reward
-    takes k1 alone, and the loss all but k1: the others have not the gradient of a KL
-    (docs/algorithms.md)."""
+    """Estimator of the KL. ``k3_k2`` has the value of k3 and the gradient of k2, which is the
+    gradient of the KL itself. With ``where=reward`` use k1. With ``where=loss`` use any but k1.
+    Other combinations do not have the gradient of a KL and are rejected (docs/algorithms.md)."""
     where: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken from the reward of every token."""
+    """``loss`` adds the KL to the loss. ``reward`` subtracts it from the reward of every token."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt ``coef`` after every step so that the KL stays near this (arXiv:1909.08593)."""
+    """If set, ``coef`` is adapted after every step so that the KL stays near this value
+    (arXiv:1909.08593)."""
     horizon: Positive = 10_000
-    """Responses over which an adaptive ``coef`` moves by its error, which is clipped to 0.2."""
+    """Only with ``target``: responses over which ``coef`` changes by the relative error of the KL.
+    The error is clipped to [-0.2, 0.2]."""
     refresh_every: Annotated[int, Field(ge=0)] = 0
-    """Steps after which the reference becomes a copy of the policy anew; 0 never does."""
+    """The reference model is replaced by a copy of the policy every so many steps. 0: never."""
 
     @model_validator(mode="after")
     def a_reference_is_built_for_its_options(self) -> Self:
@@ -42,8 +44,8 @@ class KLConfig(Section):
             return self
         if self.where == "loss" and self.estimator == "k1":
             raise ValueError(
-                "estimator=k1 with where=loss has a gradient of 0 in expectation, which is noise "
-                "and no pull to the reference: use k2 or k3_k2, whose gradient is that of "
+                "estimator=k1 with where=loss has a gradient of 0 in expectation, so it does not "
+                "pull the policy to the reference: use k2 or k3_k2, whose gradient is that of "
                 "KL(policy || reference), or where=reward"
             )
         if self.where == "reward" and self.estimator != "k1":
@@ -56,25 +58,27 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What is done about rho = pi_old / pi_rollout, the mismatch of trainer and rollout engine."""
+    """Correction of the mismatch between trainer and rollout engine, rho = pi_old / pi_rollout."""
 
     weight: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Importance weight of the policy loss: rho of the token, its product over the sequence, or
-    its geometric mean over the sequence."""
+    """Importance weight of the policy loss. ``token``: rho of the token. ``sequence``: the product
+    of rho over the sequence. ``geometric``: the geometric mean of rho over the sequence."""
     weight_min: Annotated[float, Field(ge=0)] = 0.0
     weight_max: Annotated[float, Field(gt=0)] = 2.0
     outside: Literal["truncate", "mask"] = "truncate"
-    """What a weight out of ``[weight_min, weight_max]`` becomes: the bound (TIS), or 0 (MIS,
-    IcePop)."""
+    """What happens to a weight outside ``[weight_min, weight_max]``. ``truncate`` sets it to the
+    nearest bound (TIS). ``mask`` sets it to 0 (MIS, IcePop)."""
     normalize: bool = False
-    """Divide the weights by their mean over the step's response tokens."""
+    """Divide the weights by their mean over the response tokens of the step."""
     reject: Literal["none", "token", "sequence", "geometric", "k3"] = "none"
-    """Take out of the loss what lies out of ``[reject_min, reject_max]``: tokens by rho, or whole
-    sequences by their product, their geometric mean or their mean of rho - 1 - log rho."""
+    """Remove from the loss what lies outside ``[reject_min, reject_max]``. ``token`` removes tokens
+    by rho. The others remove whole sequences: ``sequence`` by the product of rho, ``geometric`` by
+    its geometric mean, ``k3`` by the mean of rho - 1 - log rho."""
     reject_min: Annotated[float, Field(ge=0)] = 0.5
     reject_max: Annotated[float, Field(gt=0)] = 2.0
     veto: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """A sequence with one rho below this leaves the loss whole; 0 vetoes none."""
+    """Remove a whole sequence from the loss if rho of any of its tokens is below this. 0: remove
+    none."""
 
     @property
     def active(self) -> bool:
@@ -102,51 +106,58 @@ class CorrectionConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Groups whose rewards are all equal teach nothing (DAPO, arXiv:2503.14476, section 3.2)."""
+    """Leaves out groups whose rewards are all equal, because their advantages are 0 (DAPO,
+    arXiv:2503.14476, section 3.2)."""
 
     max_rounds: Annotated[int, Field(ge=0)] = 0
-    """Rounds of generation a step may take to find ``prompts_per_step`` groups that teach; where
-    they do not suffice it trains on fewer, with a warning. 0 trains on all groups as they are."""
+    """Maximum rounds of generation per step to find ``prompts_per_step`` groups whose rewards
+    differ. If they do not suffice, the step trains on fewer groups and warns. 0 turns dynamic
+    sampling off: the step trains on all groups."""
 
 
 class OverlongConfig(Section):
-    """Responses that are cut at, or come near, ``rollout.max_response_tokens``."""
+    """Responses that reach, or nearly reach, ``rollout.max_response_tokens``."""
 
     mask: bool = False
-    """A response that was cut stays in its group's baseline and leaves the loss."""
+    """Remove truncated responses from the loss. They still count in the baseline of their group."""
     buffer_tokens: Annotated[int, Field(ge=0)] = 0
-    """Over the last so many tokens before the limit the reward falls linearly by ``penalty`` (DAPO,
-    arXiv:2503.14476, equation 13). 0 takes nothing."""
+    """In the last ``buffer_tokens`` tokens before the length limit, the reward decreases linearly,
+    by ``penalty`` in total (DAPO, arXiv:2503.14476, equation 13). 0: no penalty."""
     penalty: Annotated[float, Field(gt=0)] = 1.0
 
 
 class AlgorithmConfig(Section):
     type: Literal["rl", "sft"] = "rl"
     group_size: Positive = 16
-    """G, responses sampled per prompt."""
+    """Responses sampled per prompt (G)."""
     advantage: str = "grpo"
-    """A name of `rltrain.algorithms.advantages`, or one's own as ``package.module.name``."""
+    """Advantage estimator: a name from `rltrain.algorithms.advantages`, or your own as
+    ``package.module.name``."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward per token that it lies ahead (gae, reinforce_pp)."""
+    """Discount of rewards per token (gae, reinforce_pp)."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """GAE's lambda."""
+    """Lambda of GAE."""
     loss: str = "ppo"
-    """A name of `rltrain.algorithms.losses`, or one's own as ``package.module.name``."""
+    """Policy loss: a name from `rltrain.algorithms.losses`, or your own as
+    ``package.module.name``."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The ratio is clipped below at 1 - this."""
+    """Lower clip range: the importance ratio is clipped at 1 - ``clip_low``."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """Upper clip range: the importance ratio is clipped at 1 + ``clip_high``."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Where the advantage is negative the loss is at most this times its size
-    (arXiv:1912.09729)."""
+    """Where the advantage is negative, the loss is at most ``dual_clip`` times the size of the
+    advantage (arXiv:1912.09729)."""
     bypass_old_logprobs: bool = False
-    """Take the rollout's log-probabilities for the old ones, and save the pass that computes them.
-    The importance ratio then spans the mismatch of engine and trainer, too."""
+    """Use the log-probabilities of the rollout as the old ones, and skip the pass that recomputes
+    them. The importance ratio then also contains the mismatch between engine and trainer."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
     ] = "token_mean"
-    """Of per-token losses over the mini-batch: their mean; the mean over sequences of their mean or
-    sum; or their sum over sequences x ``rollout.max_response_tokens`` (Dr. GRPO)."""
+    """How per-token losses of a mini-batch are aggregated. ``token_mean``: mean over all tokens.
+    ``sequence_mean_token_mean`` and ``sequence_mean_token_sum``: mean over sequences of the mean or
+    sum over their tokens. ``constant``: sum divided by sequences x ``rollout.max_response_tokens``
+    (Dr. GRPO)."""
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
@@ -180,8 +191,8 @@ class AlgorithmConfig(Section):
             if value != fields[name].default
         }
         if self.loss == "pg" and changed:
-            found = ", ".join(f"{name}={value}" for name, value in changed.items())
-            raise ValueError(f"loss=pg would ignore {found}: drop it, or use a loss that clips")
+            named = ", ".join(f"{name}={value}" for name, value in changed.items())
+            raise ValueError(f"loss=pg would ignore {named}: drop it, or use a loss that clips")
         return self
 
     @model_validator(mode="after")

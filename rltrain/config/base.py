@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """One section of the configuration.
 
-    Frozen, so that no stage can change what the run was started with. Validators raise and never
-    repair. Prose about a field stands below it as a docstring and reaches ``--help`` and the docs.
+    It is frozen, so that no stage can change the configuration of a run. Validators raise and never
+    repair. The docstring below a field is shown in ``rltrain keys`` and docs/configuration.md.
     """
 
     model_config = ConfigDict(

@@ -9,13 +9,14 @@ from rltrain.config.optimizer import OptimizerConfig
 
 
 class CriticConfig(Section):
-    """Built where the advantage needs values. It is laid out like the policy and never replays."""
+    """Built if the advantage needs values. It has the parallel layout of the policy and never
+    replays routes."""
 
     placement: Literal["shared", "own"] = "shared"
-    """Whether its ranks share the policy's GPUs or have their own; on CPUs all share the cores."""
+    """``shared``: the ranks of the critic share the GPUs of the policy. ``own``: they have their
+    own GPUs. On CPUs all share the cores."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """How far a value may move from the old one before its loss stops following; null is no clip.
-    """
+    """Values are clipped to this distance from the old values in the value loss. null: no clip."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps in which the critic alone is updated."""
+    """Number of first steps in which only the critic is updated."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

@@ -1,4 +1,4 @@
-"""Where prompts come from and what rewards a response."""
+"""Where prompts come from, and which function rewards a response."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -14,21 +14,22 @@ BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym")
 
 class RewardConfig(Section):
     function: str = "exact"
-    """``exact``, ``math_verify``, ``reasoning_gym`` or the dotted path of a function
+    """``exact``, ``math_verify``, ``reasoning_gym``, or the dotted path of your own function
     ``(response: str, answer: object, **columns) -> float``."""
     text: Literal["raw", "clean"] = "raw"
-    """What ``response`` is: the text as sampled, or without the tokenizer's special tokens. Without
-    them ``<|channel|>final<|message|>42`` reads ``final42``. The token or stop string that ended
-    the response is in neither."""
+    """Text that the function gets as ``response``. ``raw``: the text as sampled. ``clean``: without
+    the special tokens of the tokenizer; ``<|channel|>final<|message|>42`` then reads ``final42``.
+    Neither contains the token or stop string that ended the response."""
     success_at: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """From which reward on a response counts as correct. null: what the function declares, which is
-    1 for the built-in ones; where it declares nothing, no accuracy is logged."""
+    """A response counts as correct if its reward is at least this. null: the value that the
+    function declares as ``success_at``, which is 1 for the built-in functions. If the function
+    declares none, no accuracy is logged."""
     num_workers: Positive = 8
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The run stops when more than this share of a step's rewards timed out or crashed."""
+    """The run stops if more than this share of the rewards of a step timed out or failed."""
     shuffle: bool = False
-    """Permute rewards over the step: a control that must not learn."""
+    """Permute the rewards over the step. Use it as a control experiment, which must not learn."""
 
     @model_validator(mode="after")
     def the_function_is_built_in_or_a_dotted_path(self) -> Self:
@@ -51,51 +52,57 @@ OURS_IN_A_TEMPLATE = frozenset(
 class DataConfig(Section):
     source: Literal["arithmetic", "jsonl", "parquet", "huggingface", "reasoning_gym"] = "arithmetic"
     path: str | None = None
-    """File, folder of files or pattern of files (``shards/*.parquet``) of ``jsonl`` and
-    ``parquet``; dataset folder of ``huggingface``."""
+    """For ``jsonl`` and ``parquet``: a file, a folder of files, or a pattern such as
+    ``shards/*.parquet``. For ``huggingface``: the dataset folder."""
     name: str | None = None
-    """The configuration of a Hugging Face dataset folder that has several, e.g. ``main``."""
+    """Configuration of a Hugging Face dataset folder that has several, e.g. ``main``."""
     eval_path: str | None = None
-    """Held-out problems. Null holds out ``eval_size`` rows, drawn with ``seed``, of the data."""
+    """Path of the held-out problems. null: ``eval_size`` rows of the training data, drawn with
+    ``seed``, are held out."""
     split: str = "train"
-    """The split of a Hugging Face dataset folder."""
+    """Split of a Hugging Face dataset folder."""
     eval_split: str | None = None
-    """The split with the held-out problems, of ``eval_path`` or, when that is null, of ``path``."""
+    """Split with the held-out problems, in ``eval_path`` or, if that is null, in ``path``."""
     prompt_column: str = "prompt"
-    """Text, or a list of chat messages with ``role`` and ``content``. Dots go into objects, as in
-    ``answer_column``."""
+    """Column with the prompt: text, or a list of chat messages with ``role`` and ``content``. Use
+    dots for columns inside objects, as in ``answer_column``."""
     as_chat: bool = False
-    """Wrap a prompt that is text as one user message, for models that were tuned to chat."""
+    """Wrap a text prompt as one user message. Use it for chat models."""
     answer_column: str | None = "answer"
-    """Dots go into objects: ``reward_model.ground_truth``. Null: no column holds the answer."""
+    """Column with the answer. Use dots for columns inside objects: ``reward_model.ground_truth``.
+    null: no column holds the answer."""
     answer_pattern: str | None = None
-    """Regular expression that finds the answer in a longer text: its group, or all of it, in its
-    last match. ``#### (.+)`` reads GSM8K's answers."""
+    """Regular expression that finds the answer in a longer text. The answer is the group of the
+    last match, or the whole match if there is no group. ``#### (.+)`` reads the answers of
+    GSM8K."""
     last_turn: Literal["error", "answer", "drop"] = "error"
-    """What becomes of the assistant's turn at the end of the messages. ``answer`` takes it off the
-    prompt and makes it the answer, ``drop`` takes it off."""
+    """What to do with an assistant's turn at the end of the messages. ``answer`` removes it from
+    the prompt and uses it as the answer. ``drop`` removes it. ``error`` stops the run."""
     tools_column: str | None = None
-    """Tools of the row as JSON schemas, a list or its JSON text, for the chat template."""
+    """Column with the tools of a row, for the chat template: a list of JSON schemas, or its JSON
+    text."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, e.g. ``enable_thinking: false``."""
     task: str | None = None
     """The reasoning-gym task."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     size: Positive = 6000
-    """How many training problems a generated source makes."""
+    """Number of training problems that a generated source makes."""
     eval_size: Annotated[int, Field(ge=0)] = 512
-    """How many problems to evaluate on. 0 holds out none and evaluates nothing."""
+    """Number of problems to evaluate on. With 0 nothing is held out or evaluated."""
     eval_on_train: bool = False
     """Evaluate on ``eval_size`` of the training problems and hold out none. Such an evaluation
-    measures memory."""
+    measures memorization."""
     repeat_in_step: bool = False
-    """Let a step take a problem several times when there are fewer than it needs."""
+    """Allow a step to use a problem several times if there are fewer problems than it needs."""
     seed: int = 0
     max_prompt_tokens: Positive = 1024
     on_long_prompt: Literal["error", "drop"] = "error"
+    """What to do with a row whose prompt has more than ``max_prompt_tokens`` tokens. ``error``
+    stops the run. ``drop`` leaves the row out and counts it."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """What a row that cannot be used does (docs/data.md): end the run, or be left out and
-    counted."""
+    """What to do with a row that cannot be used (docs/data.md). ``error`` stops the run. ``drop``
+    leaves the row out and counts it."""
     reward: RewardConfig = RewardConfig()
 
     @model_validator(mode="after")
@@ -145,9 +152,9 @@ class DataConfig(Section):
     def generated_rows_are_read_as_they_are_made(self) -> Self:
         if self.source not in ("arithmetic", "reasoning_gym"):
             return self
-        given = {"tools_column": self.tools_column, "answer_pattern": self.answer_pattern}
-        given["last_turn"] = None if self.last_turn == "error" else self.last_turn
-        for key, value in given.items():
+        ignored = {"tools_column": self.tools_column, "answer_pattern": self.answer_pattern}
+        ignored["last_turn"] = None if self.last_turn == "error" else self.last_turn
+        for key, value in ignored.items():
             if value is not None:
                 raise ValueError(
                     f"source={self.source} makes its rows and would ignore {key}={value}: drop it"
@@ -167,8 +174,8 @@ class DataConfig(Section):
                 f"answer_column={self.answer_column}: set last_turn=drop to take the answer from "
                 "the column, or answer_column=null"
             )
-        judged = self.reward.function in ("exact", "math_verify")
-        if self.answer_column is None and self.last_turn != "answer" and judged:
+        needs_answer = self.reward.function in ("exact", "math_verify")
+        if self.answer_column is None and self.last_turn != "answer" and needs_answer:
             raise ValueError(
                 f"answer_column=null leaves reward.function={self.reward.function} without an "
                 "answer: name its column, or set last_turn=answer"

@@ -1,4 +1,4 @@
-"""What went wrong in a configuration, in words: the key, the nearest valid name, the rule."""
+"""Messages for errors in a configuration: the key, the nearest valid name, the broken rule."""
 
 import difflib
 from collections.abc import Iterable
@@ -26,8 +26,8 @@ OTHER_SAMPLING = frozenset(
         "top_p",
     }
 )
-"""vLLM's sampling parameters with which tokens would come from another distribution than the one
-that is trained."""
+"""Sampling parameters of vLLM that change the distribution. Tokens would then come from another
+distribution than the one that is trained."""
 
 
 class ConfigError(ValueError):
@@ -56,13 +56,13 @@ def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
     if detail["type"] == "value_error":
         error = detail["ctx"]["error"]
         return f"{name + ': ' if name else ''}{error} (rule: {broken_rule(error)})"
-    found = show(detail["input"])
+    shown = show(detail["input"])
     while name and name not in by_name:  # a member of a union or a dictionary has a longer path
         if name in set(sections()):
-            return f"{name}: expected a section with keys of its own, found {found}"
+            return f"{name}: expected a section with keys of its own, found {shown}"
         name = name.rpartition(".")[0]
     return (
-        f"{name}: expected {by_name[name].type}, found {found}{quoting_hint(by_name[name], detail)}"
+        f"{name}: expected {by_name[name].type}, found {shown}{quoting_hint(by_name[name], detail)}"
     )
 
 
@@ -99,7 +99,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     parent, _, leaf = name.rpartition(".")
     same_leaf = [other for other in valid if other.rpartition(".")[2] == leaf]
     close = difflib.get_close_matches(name, valid, n=3, cutoff=0.75)
-    if found := [*sorted(same_leaf, key=lambda other: other.count(".")), *close]:
-        return f"Nearest: {', '.join(list(dict.fromkeys(found))[:3])}"
+    if nearest_names := [*sorted(same_leaf, key=lambda other: other.count(".")), *close]:
+        return f"Nearest: {', '.join(list(dict.fromkeys(nearest_names))[:3])}"
     siblings = [other for other in valid if other.rpartition(".")[0] == parent]
     return f"Choose from: {', '.join(siblings or sorted({o.partition('.')[0] for o in valid}))}"

@@ -1,4 +1,4 @@
-"""The files that Hydra composes: where they lie and what each offers."""
+"""The configuration files that Hydra composes: their folders, groups and options."""
 
 from pathlib import Path
 
@@ -33,14 +33,14 @@ def find_groups(config_dir: Path | None = None) -> Groups:
     """
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir: expected a folder, found none at {config_dir}")
-    found: Groups = {"recipe": find_recipes()}
+    groups: Groups = {"recipe": find_recipes()}
     for folder in (conf_folder(), config_dir):
         for file in sorted(folder.glob("*/*.yaml")) if folder else ():
-            options = found.setdefault(file.parent.name, {})
+            options = groups.setdefault(file.parent.name, {})
             if file.stem in options:
                 raise ConfigError(f"{file}: rltrain has {options[file.stem]}: rename your file")
             options[file.stem] = file
-    return found
+    return groups
 
 
 def summary(file: Path) -> str:

@@ -10,16 +10,17 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class WarmStart(Section):
-    """Supervised steps that give the tiny model something to improve on."""
+    """Supervised steps that the tiny model takes before reinforcement learning."""
 
     steps: Annotated[int, Field(ge=0)] = 300
     batch_size: Positive = 128
     lr: Annotated[float, Field(gt=0)] = 3e-3
     router_lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Low, so that gates stay as flat as a balanced model's. Where one expert takes all, an expert
-    that flips at a near-tie has no weight, and replay would have nothing to mend."""
+    """Keep it low, so that the gates stay as flat as those of a balanced model. If one expert has
+    all the gate weight, an expert that flips at a near-tie has none, and replay has no effect."""
     num_problems: Positive = 4000
-    """Problems the warm start sees; disjoint from GRPO's and from the held-out ones."""
+    """Number of problems of the warm start. They are disjoint from the training problems and from
+    the held-out problems."""
 
 
 class TinyModel(Section):
@@ -60,15 +61,17 @@ class TinyModel(Section):
 
 class ModelConfig(Section):
     path: str | None = None
-    """A local Hugging Face folder. Null builds the tiny model, warm-starts it and caches both."""
+    """A local Hugging Face folder with the model. null: build the tiny model, warm-start it, and
+    cache both."""
     weights: str | None = None
-    """A checkpoint that `rltrain import` made of `path`; null reads the weights from `path`."""
+    """A checkpoint that `rltrain import` made from `path`. null: read the weights from `path`."""
     tiny: TinyModel = TinyModel()
     cache_dir: str = "~/.cache/rltrain"
     trust_remote_code: bool = False
     mtp: Literal["hold", "skip"] = "hold"
-    """Layers that predict further tokens: held frozen and exported again, or skipped, which saves
-    their memory and leaves them out of exports. They are not trained (docs/adr/0008-mtp.md)."""
+    """Multi-token-prediction layers. ``hold`` loads them, keeps them frozen and exports them again.
+    ``skip`` does not load them: this saves their memory, and exports lack them. They are not
+    trained (docs/adr/0008-mtp.md)."""
 
     @model_validator(mode="after")
     def weights_need_their_path(self) -> Self:

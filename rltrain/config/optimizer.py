@@ -12,17 +12,17 @@ class OptimizerConfig(Section):
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """In optimizer updates, not trainer steps. A schedule ends after as many as the run can take:
-    ``trainer.steps`` times ``trainer.mini_batches``, for the policy without the steps of
-    ``critic.warmup_steps``. A mini-batch without a loss token takes none and does not count."""
+    """Warm-up in optimizer updates, not trainer steps. The schedule ends after ``trainer.steps``
+    times ``trainer.mini_batches`` updates. For the policy, the steps of ``critic.warmup_steps`` do
+    not count. A mini-batch without a loss token makes no update and does not count."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    """Gradients are scaled down to this global norm. 0: no clipping."""
     router_lr: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate of the routers; null takes ``lr``."""
+    """Learning rate of the routers. null: ``lr``."""
     freeze_router: bool = False
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What may be changed on the command line, checked before Hydra composes."""
+"""Checks overrides of the command line before Hydra composes them."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ class Override:
     name: str
     value: object
     sign: str
-    """What stands before the name: nothing, ``+``, ``++`` or ``~``."""
+    """Prefix of the name: empty, ``+``, ``++`` or ``~``."""
 
 
 def check_overrides(overrides: Sequence[Override], groups: Groups) -> None:
-    """Refuse what names nothing, or what Hydra would take for something else.
+    """Reject overrides that name nothing, or that Hydra would read as something else.
 
     Raises:
         ConfigError: names the override, the nearest valid name and how to write it.

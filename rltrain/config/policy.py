@@ -1,4 +1,4 @@
-"""The model that learns: where its parts live and in what precision."""
+"""The policy that is trained: its parallel layout, precision and memory."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -13,23 +13,27 @@ RecomputeModule = Literal[
 
 
 class ParallelConfig(Section):
-    """Sizes of the Megatron process grid; the data-parallel size is what the ranks leave over."""
+    """Sizes of the Megatron process grid."""
 
     tp: Positive = 1
-    """Tensor parallelism, with sequence parallelism whenever it is above 1."""
+    """Tensor parallelism. If it is above 1, sequence parallelism is on too."""
     pp: Positive = 1
     """Pipeline stages."""
     vpp: Positive = 1
-    """Model chunks of each stage; above 1 the pipeline schedule is interleaved."""
+    """Model chunks per pipeline stage. If it is above 1, the pipeline schedule is interleaved."""
     first_stage_layers: Positive | None = None
-    """Decoder layers of the first stage; null gives every stage without a number an even share."""
+    """Decoder layers of the first stage. null: stages without a number share the remaining layers
+    evenly."""
     last_stage_layers: Positive | None = None
+    """Decoder layers of the last stage, as ``first_stage_layers``."""
     cp: Positive = 1
-    """Context parallelism: every sequence is cut into 2 * cp chunks."""
+    """Context parallelism. Every sequence is cut into 2 * cp chunks."""
     ep: Positive = 1
+    """Expert parallelism."""
     etp: Positive = 1
-    """Tensor parallelism inside an expert; Megatron's own default would be tp."""
+    """Tensor parallelism inside an expert. The default of Megatron is tp; here it is 1."""
     dp: Positive = 1
+    """Data parallelism."""
 
     @property
     def world_size(self) -> int:
@@ -59,51 +63,54 @@ class ParallelConfig(Section):
             "last_stage_layers": self.last_stage_layers is not None,
         }
         if self.pp == 1 and any(cuts.values()):
-            named = ", ".join(name for name, given in cuts.items() if given)
+            named = ", ".join(name for name, is_set in cuts.items() if is_set)
             raise ValueError(f"{named}: pp=1 is a single stage; raise pp or leave them out")
         return self
 
 
 class PrecisionConfig(Section):
     params: Literal["auto", "fp32", "bf16"] = "auto"
-    """``auto`` is fp32 on CPU and bf16 (with fp32 masters) on GPU."""
+    """Dtype of the parameters. ``auto``: fp32 on CPUs, bf16 with fp32 master weights on GPUs."""
     router: Literal["fp32", "fp64", "params"] = "fp32"
     head: Literal["fp32", "params"] = "fp32"
-    """Dtype in which the output head multiplies, and the log-softmax runs."""
+    """Dtype of the output head's matrix product and of the log-softmax."""
 
 
 class PolicyConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     max_tokens_per_micro_batch: Positive = 8192
-    """Token budget of one forward pass of one rank, padding included."""
+    """Maximum tokens of one forward pass of one rank, including padding."""
     max_tokens_per_scoring_micro_batch: Positive | None = None
-    """The same where no gradient follows (old and reference log-probabilities, values), and so no
-    activation is kept; null is 4 times ``max_tokens_per_micro_batch``."""
+    """Maximum tokens of a forward pass without gradients: old and reference log-probabilities, and
+    values. It keeps no activations, so it can be larger. null: 4 times
+    ``max_tokens_per_micro_batch``."""
     kept_softmax_gib: Annotated[float, Field(ge=0)] = 0.0
-    """Memory of the last pipeline stage's ranks to keep probabilities of a micro-batch's tokens in,
-    from its forward pass to its backward pass, where the output head otherwise multiplies again.
-    All take 2 bytes (fp32: 4) x tokens x vocabulary / tp; less keeps a part of the vocabulary."""
+    """Memory per rank of the last pipeline stage, in GiB, to keep token probabilities from the
+    forward pass to the backward pass. Without it, the backward pass repeats the matrix product of
+    the output head. To keep all takes 2 bytes (fp32: 4) x tokens x vocabulary / tp. With less
+    memory only a part of the vocabulary is kept."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """``full`` reruns whole layers in the backward pass, ``selective`` the modules named below."""
+    """Activation recomputation in the backward pass. ``full`` recomputes whole layers,
+    ``selective`` the modules of ``recompute_modules``."""
     recompute_modules: list[RecomputeModule] = Field(default=["core_attn"])
-    """For ``selective``."""
+    """Only with ``recompute=selective``: the modules to recompute."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """For ``full``: every layer, ``recompute_num_layers`` at a time, or only the first
-    ``recompute_num_layers`` layers of each chunk."""
+    """Only with ``recompute=full``. ``uniform`` recomputes every layer, ``recompute_num_layers`` at
+    a time. ``block`` recomputes only the first ``recompute_num_layers`` layers of each chunk."""
     recompute_num_layers: Positive = 1
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     overlap_grad_reduce: bool = False
-    """Sum gradients over data-parallel ranks bucket by bucket while an update's last backward pass
-    goes on, in place of all of them at its end."""
+    """Reduce gradients over data-parallel ranks bucket by bucket during the last backward pass of
+    an update, instead of all of them at its end."""
     transformer_engine: Literal["auto", "never"] = "auto"
-    """``auto`` uses Transformer Engine on GPUs where it is installed, else the torch backend."""
+    """``auto`` uses Transformer Engine on GPUs if it is installed. Otherwise, and with ``never``,
+    the torch backend is used."""
     threads: Positive | None = None
-    """Threads of each rank's operations on the CPU; null: on CPUs an even share of the cores, on
-    GPUs one."""
+    """CPU threads per rank. null: an even share of the cores on CPUs, one on GPUs."""
     megatron_args: dict[str, Any] = Field(default_factory=dict)
-    """Anything else Megatron's TransformerConfig takes; what rltrain sets itself, and what routing
-    replay cannot survive, is refused at start."""
+    """Other arguments of Megatron's TransformerConfig. Arguments that rltrain sets itself, or that
+    break routing replay, are rejected at start."""
 
     @property
     def scoring_tokens(self) -> int:

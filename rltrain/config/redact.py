@@ -1,4 +1,4 @@
-"""Takes secrets, and terminal codes, out of what is written to disk or sent to a server."""
+"""Removes secrets and terminal codes from text that is written to disk or sent to a server."""
 
 import re
 from collections.abc import Mapping
@@ -17,18 +17,21 @@ URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _ASSIGNED = re.compile(r"""([\w.\-]+)(["']?\s*[=:]\s*["']?)([^\s"',;]{8,})""")
 SHORTEST = 8
-"""Characters of a secret in the environment: shorter ones would be found in other words."""
+"""Minimum characters of a secret in the environment. Shorter values occur inside other words."""
 
 
 def strip_terminal_codes(text: str) -> str:
-    """``text`` without terminal codes, and of each line what was there last."""
+    """``text`` without terminal codes. Of a line with carriage returns the last part is kept."""
     lines = _ANSI.sub("", text).replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def redacted_text(text: str, environment: Mapping[str, str]) -> str:
-    """``text`` without the values of secret-looking variables of the environment, without what is
-    assigned to a secret-looking name in it, without logins in URLs, and without terminal codes."""
+    """``text`` without secrets and terminal codes.
+
+    Secrets are the values of environment variables with secret-looking names, values assigned to
+    such names in the text, and logins in URLs.
+    """
     text = strip_terminal_codes(text)
     for name, value in environment.items():
         if SECRET_KEY.search(name) and len(value) >= SHORTEST:

@@ -1,4 +1,4 @@
-"""How responses are sampled."""
+"""The rollout engines and how they sample responses."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -54,51 +54,51 @@ class RolloutConfig(Section):
     num_engines: Positive = 1
     tensor_parallel: Positive = 1
     expert_parallel: bool = False
-    """Share the experts out over an engine's ``tensor_parallel`` ranks whole, where each would have
-    a slice of all. On GPUs only."""
+    """Give each of the ``tensor_parallel`` ranks of an engine whole experts, instead of a slice of
+    every expert. Only on GPUs."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantization: Literal["none", "fp8"] = "none"
-    """``fp8`` holds the engine's matrices in FP8, in blocks of 128 x 128 with a scale each, while
-    the policy trains in its own precision; every weight sync quantizes anew and moves half the
-    bytes. Embedding, output head, norms and routers keep ``dtype``. On GPUs only."""
+    """``fp8`` keeps the matrices of the engine in FP8, in blocks of 128 x 128 with one scale each.
+    The policy trains in its own precision. Every weight sync quantizes again and moves half the
+    bytes. Embedding, output head, norms and routers keep ``dtype``. Only on GPUs."""
     head: Literal["auto", "fp32", "params"] = "auto"
-    """Dtype in which the engine's output head multiplies, as ``policy.precision.head`` is the
-    trainer's. ``auto`` is fp32 where the installed vLLM can."""
+    """Dtype of the output head's matrix product in the engine. ``policy.precision.head`` is that of
+    the trainer. ``auto`` is fp32 if the installed vLLM supports it."""
     max_response_tokens: Positive = 4096
     stop: list[str] = Field(default_factory=list)
-    """Strings that end a response, in training and evaluation. The response ends with the token
-    that completes the first of them: all its tokens were sampled and are in the loss, and none
-    comes after. Reward functions see the text before the string."""
+    """Strings that end a response, in training and in evaluation. The response ends with the token
+    that completes the first of them. That token is in the loss. Reward functions get the text
+    before the string."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Tokens that end a response, besides the end-of-sequence tokens that the model folder
-    names."""
+    """Token ids that end a response, in addition to the end-of-sequence tokens of the model
+    folder."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """vLLM raises lower ones to 0.01 without a word."""
+    """Sampling temperature. The minimum is 0.01: vLLM silently raises lower values to it."""
     deterministic: bool = False
-    """Give the engine a step's requests as one batch in a fixed order with a fresh prefix cache,
-    so that two runs sample the same tokens, log-probabilities and routes."""
+    """Make two runs sample the same tokens, log-probabilities and routes. The engine gets the
+    requests of a step as one batch, in a fixed order, with an empty prefix cache."""
     oversample: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Groups that a step begins besides ``trainer.prompts_per_step``, as a share of those. The
-    first to finish are trained on and the rest aborted: no step waits for its slowest responses,
-    and short ones are preferred. Prompts that were aborted are skipped until the next epoch: the
-    slowest of all would else fill the extra places of every step."""
+    """Extra groups that a step starts, as a share of ``trainer.prompts_per_step``. The step trains
+    on the groups that finish first and aborts the rest, so it does not wait for the slowest
+    responses. This prefers short responses. Aborted prompts are skipped until the next epoch.
+    Otherwise the slowest prompts would take the extra places of every step."""
     seeded: bool | None = None
-    """Give every request a seed of its own, made of run seed, step, prompt and sample; else each
-    engine has one. null: on CPUs and where ``deterministic``. On a GPU vLLM draws for seeded
-    requests one after the other: 7 ms a token for 512 of them, where half a millisecond would do.
-    """
+    """Give every request its own seed, made from the seed of the run, step, prompt and sample.
+    false: one seed per engine. null: true on CPUs and with ``deterministic``, else false. On GPUs
+    seeded requests are slow, because vLLM samples them one after the other: 7 ms per token for 512
+    requests, instead of 0.5 ms."""
     enforce_eager: bool | None = None
-    """Run the engine without CUDA graphs; null: on CPUs alone. Graphs make tokens faster and the
-    engine's start a minute longer."""
+    """Run the engine without CUDA graphs. null: true only on CPUs. CUDA graphs make generation
+    faster and the start of the engine about one minute longer."""
     weight_transfer: Literal["auto", Transport] = "auto"
-    """How weights travel from policy to engines. ``ipc``: through the memory of the GPU that both
-    are on. ``broadcast``: from the policy's rank 0 to all engines, with NCCL on GPUs and gloo on
-    CPUs. ``auto`` is ipc where engines share the policy's GPUs, else broadcast."""
+    """Transport of the weights from policy to engines. ``ipc``: through the memory of the GPU that
+    both use. ``broadcast``: from rank 0 of the policy to all engines, with NCCL on GPUs and gloo on
+    CPUs. ``auto``: ipc if the engines share the GPUs of the policy, else broadcast."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
     kv_cache_gib: Positive = 1
-    """CPU only: memory for the KV cache."""
+    """Memory of the KV cache in GiB. Only on CPUs."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Anything else vLLM's AsyncEngineArgs takes."""
+    """Other arguments of vLLM's AsyncEngineArgs."""
 
     @model_validator(mode="after")
     def stop_strings_can_appear(self) -> Self:

@@ -29,7 +29,7 @@ UNUSED_BY_SFT = (
     "trainer.check_weight_sync",
     "trainer.sync_every",
 )
-"""Keys and sections that supervised steps have no use for, but for those of `USED_BY_SFT`."""
+"""Keys and sections that supervised steps do not use, except those in `USED_BY_SFT`."""
 
 USED_BY_SFT = ("algorithm.aggregation", "algorithm.type", "rollout.max_response_tokens")
 
@@ -50,14 +50,14 @@ class Config(Section):
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks of all rollout engines together; supervised steps generate nothing."""
+        """Number of ranks of all rollout engines; 0 for supervised runs, which generate nothing."""
         if self.algorithm.type == "sft":
             return 0
         return self.rollout.num_engines * self.rollout.tensor_parallel
 
     @property
     def prompts_per_round(self) -> int:
-        """Prompts that generation begins with, those it may abort included."""
+        """Prompts that a step starts to generate for, including those that it may abort."""
         kept = self.trainer.prompts_per_step
         return kept + ceil(self.rollout.oversample * kept)
 
@@ -101,8 +101,8 @@ class Config(Section):
     def supervised_steps_use_what_is_set(self) -> Self:
         if self.algorithm.type == "sft" and (ignored := list(_ignored_by_supervised_steps(self))):
             raise ValueError(
-                "algorithm.type=sft teaches the data's answers: it samples no responses, judges "
-                "none and keeps no other policy to compare with, and would ignore "
+                "algorithm.type=sft teaches the data's answers: it samples no responses, rewards "
+                "none and has no reference model, so it would ignore "
                 f"{', '.join(ignored)}. Leave out what you set; take the default of the rest "
                 '(routing_replay="off")'
             )
@@ -132,7 +132,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def checkpoints_fall_on_weight_syncs(self) -> Self:
-        """A resumed run begins with a sync; between two it would not go on as it was."""
+        """A resumed run begins with a sync, so a checkpoint between two syncs would not resume as
+        the run was."""
         every = self.checkpoint.every
         if every % self.trainer.sync_every:
             raise ValueError(
@@ -143,8 +144,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def evaluations_fall_on_weight_syncs(self) -> Self:
-        """Between two the engines have older weights; a sync of its own would make the rollouts
-        that follow fresher, so that evaluating would change what is learned."""
+        """Between two syncs the engines have older weights. An extra sync would give later rollouts
+        newer weights, so that evaluation would change the training."""
         every, sync = self.trainer.eval_every, self.trainer.sync_every
         if every % sync:
             near = every // sync * sync
@@ -183,21 +184,21 @@ class Config(Section):
 
 
 def _ignored_by_supervised_steps(config: Config) -> Iterator[str]:
-    """``name=value`` of every key without a use that is not as it is by default."""
+    """``name=value`` of every unused key whose value is not the default."""
     for name in UNUSED_BY_SFT:
-        found: Any = config
+        value: Any = config
         default: Any = Config.model_construct()
         for part in name.split("."):
-            found, default = getattr(found, part), getattr(default, part)
-        for key, value in _differences(name, found, default):
+            value, default = getattr(value, part), getattr(default, part)
+        for key, changed in _differences(name, value, default):
             if key not in USED_BY_SFT:
-                yield f"{key}={value}"
+                yield f"{key}={changed}"
 
 
-def _differences(name: str, found: object, default: object) -> Iterator[tuple[str, object]]:
-    if not isinstance(found, Section):
-        if found != default:
-            yield name, found
+def _differences(name: str, value: object, default: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, Section):
+        if value != default:
+            yield name, value
         return
-    for field in type(found).model_fields:
-        yield from _differences(f"{name}.{field}", getattr(found, field), getattr(default, field))
+    for field in type(value).model_fields:
+        yield from _differences(f"{name}.{field}", getattr(value, field), getattr(default, field))

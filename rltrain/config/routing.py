@@ -1,4 +1,4 @@
-"""Routing replay: whose experts the trainer uses."""
+"""Routing replay: which experts the trainer uses."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,33 +11,41 @@ Fallback = Literal["error", "live", "r2", "drop"]
 
 class RoutingReplayConfig(Section):
     mode: Literal["off", "r2", "r3"] = "off"
-    """``r3`` replays the rollout engine's experts in the log-probability pass and in the update;
-    ``r2`` records Megatron's own in the log-probability pass and replays those in the update."""
+    """``r3`` replays the experts of the rollout engine in the log-probability pass and in the
+    update. ``r2`` records the experts that Megatron chooses in the log-probability pass, and
+    replays them in the update. ``off`` replays nothing."""
     capture: bool = True
-    """Ask the engine for its experts even where they are not replayed, to measure overlap."""
+    """Capture the experts of the engine. If they are not replayed, they serve to measure
+    overlap."""
     sample_every: Annotated[int, Field(ge=1)] = 10
-    """Steps between the sampled measurements (overlap per layer, paired native mismatch); the
-    first step always samples."""
+    """Steps between the sampled measurements: overlap per layer, and paired native mismatch. The
+    first step is always sampled."""
     min_overlap: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Mean share of a token's experts that native routing also picks, per layer, below which a run
-    in mode r3 stops and names the layer. Chance is K/E."""
+    """Minimum overlap per layer: the mean share of a token's experts that native routing also
+    picks. A run in mode r3 stops below it and names the layer. Random experts have an overlap of
+    K/E."""
     gate: Literal["stop", "warn"] = "stop"
-    """What a run in mode r3 does where the routes of a sampled step are systematically wrong: in a
-    layer, column, sample, expert or part of the samples, more experts lie far below the trainer's
-    own choice than rounding explains. The message names where."""
+    """What a run in mode r3 does if the routes of a sampled step are systematically wrong. They are
+    if in a layer, column, sample, expert or part of the samples more experts score far below the
+    trainer's choice than rounding explains. ``stop`` ends the run, ``warn`` goes on. The message
+    names the place."""
     reference: Literal["native", "replay"] = "native"
+    """Routing of the reference model: its own choice (``native``), or the replayed routes
+    (``replay``)."""
     trace: bool = False
-    """Compare hashes of what every router read and used, in every replayed pass, with those that
-    the engine took of tokens and routes; a difference ends the run. Gathers the routes to do so."""
+    """Debugging: in every replayed pass, compare hashes of the tokens and routes that every router
+    used with the hashes that the engine took. A difference ends the run. This gathers the routes of
+    all ranks."""
     fallback: Fallback = "error"
-    """What a row whose captured route is missing or malformed does: ``error`` stops the run and
-    names sample, row and layer; ``live`` lets the row choose anew in every pass; ``r2`` lets it
-    choose in the log-probability pass and repeats that choice in the update; ``drop`` is ``live``
-    with every later token of that sample out of the loss."""
+    """What to do with a row whose captured route is missing or malformed. ``error`` stops the run
+    and names sample, row and layer. ``live`` lets the router choose in every pass. ``r2`` lets the
+    router choose in the log-probability pass and replays that choice in the update. ``drop`` is
+    ``live``, and all later tokens of that sample leave the loss."""
     max_sample_fallback: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of a sample's rows that may fall back; a sample above it leaves the loss whole."""
+    """Maximum share of the rows of a sample that may fall back. A sample above it leaves the
+    loss."""
     max_batch_fallback: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of a step's rows that may fall back; above it the run stops."""
+    """Maximum share of the rows of a step that may fall back. The run stops above it."""
 
     @model_validator(mode="after")
     def r3_needs_capture(self) -> Self:

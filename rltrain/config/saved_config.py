@@ -1,4 +1,4 @@
-"""The configuration of a run, saved beside what the run wrote."""
+"""The configuration of a run, saved in its folder."""
 
 import shlex
 from collections.abc import Sequence

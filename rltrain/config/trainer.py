@@ -1,4 +1,4 @@
-"""The loop, its outputs and the machines it runs on."""
+"""The training loop, its outputs and the machines that it runs on."""
 
 from typing import Annotated, Literal, Self
 
@@ -13,21 +13,22 @@ class TrainerConfig(Section):
     steps: Positive = 500
     prompts_per_step: Positive = 64
     mini_batches: Positive = 1
-    """Optimizer updates a step."""
+    """Optimizer updates per step."""
     seed: int = 0
     eval_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between evaluations; the first and the last step always evaluate. 0 never does."""
+    """Steps between evaluations. The first and the last step always evaluate. 0: never evaluate."""
     resume: Literal["auto", "never"] = "never"
-    """``auto`` goes on from the newest checkpoint in ``output_dir``."""
+    """``auto`` resumes from the newest checkpoint in ``output_dir``."""
     output_dir: str = "outputs/%Y-%m-%d_%H-%M-%S"
-    """Folder of everything the run writes; strftime codes are filled in when it starts."""
+    """Folder of everything that the run writes. strftime codes are filled in at start."""
     sync_every: Positive = 1
-    """Steps between two pushes of the weights to the engines; above 1 rollouts are off-policy by up
-    to that many steps less one."""
+    """Steps between weight syncs to the engines. With n, rollouts are off-policy by at most n - 1
+    steps."""
     invariants: Literal["stop", "warn"] = "stop"
-    """What a first step that breaks an invariant of the trainer (docs/algorithms.md) does."""
+    """What to do if the first step breaks an invariant of the trainer (docs/algorithms.md)."""
     check_weight_sync: bool = False
-    """After every sync compare all engine tensors bitwise with a fresh engine's. Slow."""
+    """After every sync, compare all tensors of the engine bitwise with those of a newly started
+    engine. Slow."""
 
     @model_validator(mode="after")
     def resuming_needs_a_fixed_folder(self) -> Self:
@@ -41,24 +42,26 @@ class TrainerConfig(Section):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints to resume from; the last step always saves. 0 never does."""
+    """Steps between checkpoints to resume from. The last step always saves one. 0: never save."""
     last: bool = True
-    """Keep the final weights, for ``rltrain export`` to read, in ``checkpoints/last``."""
+    """Keep the final weights in ``checkpoints/last``. ``rltrain export`` reads them."""
     keep: Positive = 2
+    """Number of newest checkpoints to keep."""
     trust: bool = False
-    """Open a checkpoint from elsewhere, or one that does not say which model it is of. Its format
-    holds pickles, which can run code."""
+    """Open a checkpoint from elsewhere, or one that does not name its model. Only set it for
+    checkpoints that you trust: their format holds pickles, which can run code."""
 
 
 class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_gpus: Positive | None = None
-    """GPUs to use; null takes what Ray finds."""
+    """Number of GPUs to use. null: all that Ray finds."""
     placement: Literal["auto", "colocated", "disaggregated"] = "auto"
-    """Whether engines share the policy's GPUs, in turns, or have GPUs of their own. ``auto`` gives
-    them their own where there are enough. On CPUs all share the cores."""
+    """``colocated``: the engines share the GPUs of the policy and alternate with it.
+    ``disaggregated``: the engines have their own GPUs. ``auto``: disaggregated if there are enough
+    GPUs, else colocated. On CPUs all share the cores."""
     address: str | None = None
-    """A running Ray cluster; null starts a local one on loopback."""
+    """Address of a running Ray cluster. null: start a local one on the loopback interface."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
 
@@ -73,8 +76,8 @@ class ClusterConfig(Section):
 
 class TrackingConfig(Section):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """``auto`` is online when logged in, else offline."""
+    """Weights & Biases mode. ``auto`` is online if you are logged in, else offline."""
     project: str = "rltrain"
     name: str | None = None
     num_samples: Annotated[int, Field(ge=0)] = 8
-    """Rollouts kept per evaluation for the table of samples and the report."""
+    """Rollouts per evaluation to keep for the table of samples and the report."""
