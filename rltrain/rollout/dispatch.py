@@ -59,12 +59,12 @@ class Dispatcher:
             ActorFailed: naming the engine that raised, died or is silent.
         """
         waiting, running = deque(calls), dict[Any, _Running]()
-        most = self._most_of_each(calls, step)
+        max_requests = self._max_requests(calls, step)
         load = Counter(dict.fromkeys(range(len(self.engines)), 0))
-        heard = dict.fromkeys(load, time.monotonic())
+        last_answer = dict.fromkeys(load, time.monotonic())
         try:
             while waiting or running:
-                while waiting and (engine := _place(waiting[0], load, most)) is not None:
+                while waiting and (engine := _place(waiting[0], load, max_requests)) is not None:
                     call, name = waiting.popleft(), uuid.uuid4().hex
                     ref = self.engines[engine].generate.remote(call.requests, sampling, name)
                     running[ref] = _Running(call, engine, name)
@@ -75,23 +75,23 @@ class Dispatcher:
                     rollouts: list[Rollout] = self._get(ref, engine, step)
                     del running[ref]
                     load[engine] -= len(call.requests)
-                    heard[engine] = time.monotonic()
+                    last_answer[engine] = time.monotonic()
                     yield call, rollouts
                 if not ready:
                     for engine in {one.engine for one in running.values()}:
-                        if time.monotonic() - heard[engine] > self._timeout_s:
+                        if time.monotonic() - last_answer[engine] > self._timeout_s:
                             raise timeout_failure(_wait(engine, step), 1, 1, self._timeout_s)
                     yield None
         finally:
             self._abort(running)
 
-    def _most_of_each(self, calls: Sequence[RequestBatch], step: int) -> float:
+    def _max_requests(self, calls: Sequence[RequestBatch], step: int) -> float:
         """How many requests an engine may have before another call goes to it."""
         if len(self.engines) == 1 or all(call.engine is not None for call in calls):
             return math.inf
-        asked = [engine.capabilities.remote() for engine in self.engines]
-        found = [self._get(ref, engine, step) for engine, ref in enumerate(asked)]
-        return QUEUED * min(int(capabilities["max_num_seqs"]) for capabilities in found)
+        refs = [engine.capabilities.remote() for engine in self.engines]
+        capabilities = [self._get(ref, engine, step) for engine, ref in enumerate(refs)]
+        return QUEUED * min(int(engine["max_num_seqs"]) for engine in capabilities)
 
     def _get(self, ref: Any, engine: int, step: int) -> Any:
         return get_all([ref], _wait(engine, step), self._timeout_s)[0]
@@ -111,9 +111,9 @@ def _wait(engine: int, step: int) -> AwaitedCall:
     return AwaitedCall("rollout", f"generate, engine {engine}, step {step}")
 
 
-def _place(call: RequestBatch, load: Counter[int], most: float) -> int | None:
+def _place(call: RequestBatch, load: Counter[int], max_requests: float) -> int | None:
     """The engine that is to have the call now."""
     if call.engine is not None:
         return call.engine
     engine = min(load, key=lambda e: (load[e], e))
-    return engine if load[engine] < most else None
+    return engine if load[engine] < max_requests else None

@@ -74,22 +74,22 @@ class Generator:
     def greedy(self, problems: Sequence[Prompt]) -> list[Rollout]:
         """The greedy response to each problem, without log-probabilities or routes."""
         groups = make_requests(problems, self._greedy.num_samples, self._run_seed, step=0)
-        found = [g for g in self._run(groups, self._greedy, 0, len(groups)) if g is not None]
-        return [r for group in sorted(found, key=lambda g: g.index) for r in group.rollouts]
+        finished = [g for g in self._run(groups, self._greedy, 0, len(groups)) if g is not None]
+        return [r for group in sorted(finished, key=lambda g: g.index) for r in group.rollouts]
 
     def _run(
         self, groups: Sequence[Sequence[Request]], sampling: SamplingParams, step: int, keep: int
     ) -> Iterator[ResponseGroup | None]:
         calls = self._calls(groups, alone=keep < len(groups))
         with closing(self._dispatcher.run(calls, sampling, step)) as results:
-            for found in results:
-                if found is None:
+            for result in results:
+                if result is None:
                     yield None
                     continue
-                call, rollouts = found
+                call, rollouts = result
                 for n, i in enumerate(call.groups[:keep]):
-                    mine = rollouts[n * sampling.num_samples : (n + 1) * sampling.num_samples]
-                    yield ResponseGroup(i, mine, [str(request) for request in groups[i]])
+                    responses = rollouts[n * sampling.num_samples : (n + 1) * sampling.num_samples]
+                    yield ResponseGroup(i, responses, [str(request) for request in groups[i]])
                 keep -= len(call.groups)
                 if keep <= 0:
                     return
@@ -124,11 +124,11 @@ def make_requests(
     Args:
         round: of the step's rounds of generation, each of as many problems
     """
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     groups = []
     for problem in problems:
-        first = (round * len(problems) + seen[problem.id]) * num_samples
-        seen[problem.id] += 1
+        first = (round * len(problems) + occurrences[problem.id]) * num_samples
+        occurrences[problem.id] += 1
         groups.append(
             [
                 Request(
@@ -155,9 +155,9 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
     seq_lens = prompt_lens + response_lens
     for rollout in rollouts:
         if rollout.logprobs is None or len(rollout.logprobs) != len(rollout.response_tokens):
-            found = "none" if rollout.logprobs is None else len(rollout.logprobs)
+            count = "none" if rollout.logprobs is None else len(rollout.logprobs)
             raise ValueError(
-                f"expected {len(rollout.response_tokens)} log-probabilities, found {found}: sample "
+                f"expected {len(rollout.response_tokens)} log-probabilities, found {count}: sample "
                 "training rollouts with logprobs=True"
             )
     logprobs = [(repeat(0.0, len(r.prompt_tokens)), r.logprobs or ()) for r in rollouts]

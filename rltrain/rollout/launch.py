@@ -206,8 +206,8 @@ def folder_config(model_path: str, name: str = "config.json") -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
-def stop_token_ids(model_path: str, more: Collection[int] = ()) -> list[int]:
-    """The end-of-sequence ids the model folder names, and ``more``.
+def stop_token_ids(model_path: str, extra: Collection[int] = ()) -> list[int]:
+    """The end-of-sequence ids the model folder names, and ``extra``.
 
     vLLM itself stops at the tokenizer's; with ``generation_config="vllm"`` it does not read these.
 
@@ -215,18 +215,18 @@ def stop_token_ids(model_path: str, more: Collection[int] = ()) -> list[int]:
         ValueError: the model's vocabulary has no such id, and vLLM would refuse every request.
     """
     vocab_size = folder_config(model_path, "config.json").get("vocab_size")
-    if more and vocab_size is not None and max(more) >= vocab_size:
+    if extra and vocab_size is not None and max(extra) >= vocab_size:
         raise ValueError(
-            f"rollout.stop_token_ids={list(more)}: expected ids below vocab_size={vocab_size} of "
+            f"rollout.stop_token_ids={list(extra)}: expected ids below vocab_size={vocab_size} of "
             f"{Path(model_path) / 'config.json'}"
         )
     for name in ("generation_config.json", "config.json"):
         if (ids := folder_config(model_path, name).get("eos_token_id")) is not None:
-            found = [ids] if isinstance(ids, int) else sorted(ids)
-            if vocab_size is not None and any(not 0 <= i < vocab_size for i in found):
+            end_ids = [ids] if isinstance(ids, int) else sorted(ids)
+            if vocab_size is not None and any(not 0 <= i < vocab_size for i in end_ids):
                 raise ValueError(
                     f"{Path(model_path) / name}: eos_token_id={ids}: expected ids from 0, below "
                     f"vocab_size={vocab_size} of config.json; write those of the tokenizer there"
                 )
-            return sorted({*found, *more})
-    return sorted(set(more))
+            return sorted({*end_ids, *extra})
+    return sorted(set(extra))

@@ -55,14 +55,14 @@ def _sending_once(kind: Any) -> Any:
             arrived = self.lost_slots.keys() & scheduler_output.num_scheduled_tokens.keys()
             for name in arrived:
                 self.kept_routes[name] = self._rows(name, *self.lost_slots.pop(name))
-            found = super().update_from_output(scheduler_output, model_runner_output)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
             for name in arrived & self.requests.keys():
                 self._forget_unsampled(self.requests[name])
             if self.ended_routes:
-                for to_client in found.values():
+                for to_client in outputs.values():
                     for output in to_client.outputs:
                         output.routed_experts = self.ended_routes.pop(output.request_id, None)
-            return found
+            return outputs
 
         def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             lost = self._blocks(request.request_id), request.num_computed_tokens

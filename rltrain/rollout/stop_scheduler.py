@@ -21,12 +21,12 @@ def with_stop_strings(kind: Any) -> Any:
         def _update_request_with_output(
             self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
         ) -> tuple[list[int], bool]:
-            asked = (request.sampling_params.extra_args or {}).get(STOP_STRINGS)
+            stops = (request.sampling_params.extra_args or {}).get(STOP_STRINGS)
             stop = None
-            if asked:
+            if stops:
                 model = self.vllm_config.model_config
-                found = _stop_strings(model.tokenizer, model.trust_remote_code, tuple(asked))
-                stop, count = found.end(request.output_token_ids, new_token_ids)
+                finder = _stop_strings(model.tokenizer, model.trust_remote_code, tuple(stops))
+                stop, count = finder.end(request.output_token_ids, new_token_ids)
                 if stop is not None:  # several may come at once, by speculative decoding
                     new_token_ids = new_token_ids[:count]
             taken, stopped = super()._update_request_with_output(

@@ -53,8 +53,8 @@ class StopStrings:
     def _ended(self, tokens: Sequence[int]) -> str | None:
         """The string that the last token completes: of several the first, then the longest."""
         text = _decoded(self._tokenizer, tokens[self._start(tokens) :], skip_special_tokens=False)
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops]
-        return min((each for each in found if each[2] in text), default=(0, 0, None))[2]
+        endings = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops]
+        return min((ending for ending in endings if ending[2] in text), default=(0, 0, None))[2]
 
     def _start(self, tokens: Sequence[int]) -> int:
         """From where tokens are read, so that what the last of them completes is read whole."""

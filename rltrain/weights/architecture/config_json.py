@@ -54,10 +54,10 @@ class Fields:
 
     def required(self, *names: str) -> Any:
         """The value of the first of ``names`` that is there; they are names of one setting."""
-        found = [value for name in names if (value := self.get(name)) is not None]
-        if not found:
+        values = [value for name in names if (value := self.get(name)) is not None]
+        if not values:
             raise ValueError(f"{self.where}: field {' or '.join(names)} is missing")
-        return found[0]
+        return values[0]
 
     def size(self, *names: str, default: int | None = None) -> int:
         """A positive whole number."""
@@ -68,8 +68,8 @@ class Fields:
 
     def count(self, *names: str) -> int:
         """A whole number, 0 where it is absent."""
-        found = [value for name in names if (value := self.get(name)) is not None]
-        return self._whole(names[0], found[0] if found else 0, least=0)
+        values = [value for name in names if (value := self.get(name)) is not None]
+        return self._whole(names[0], values[0] if values else 0, least=0)
 
     def _whole(self, name: str, value: Any, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -193,13 +193,13 @@ def every_nth_layer(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The layers with a router, as Qwen's models choose them."""
     step = fields.get("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", [])
-    found = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
-    if not found:
+    moe_layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
+    if not moe_layers:
         raise ValueError(
             f"{fields.where}: decoder_sparse_step={step} and mlp_only_layers={dense} leave no "
             "layer with a router"
         )
-    return found
+    return moe_layers
 
 
 def from_layer(fields: Fields, name: str) -> tuple[int, ...]:
@@ -231,37 +231,39 @@ def rotary(
     ``partial_rotary``: transformers turns a part of every head if told so. Where it would turn all
     of it, vLLM would not.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        given = fields.get(name, {})
-        if differing := sorted(key for key in found.keys() & given if found[key] != given[key]):
+        declared = fields.get(name, {})
+        differing = (key for key in settings.keys() & declared if settings[key] != declared[key])
+        for key in sorted(differing):
             raise ValueError(
-                f"{fields.where}: rope_scaling and rope_parameters differ in {differing[0]}: "
-                f"{found[differing[0]]!r} and {given[differing[0]]!r}; keep the one that is true"
+                f"{fields.where}: rope_scaling and rope_parameters differ in {key}: "
+                f"{settings[key]!r} and {declared[key]!r}; keep the one that is true"
             )
-        found |= given
-    theta = found.pop("rope_theta", None) or fields.get("rope_theta", default_theta)
+        settings |= declared
+    theta = settings.pop("rope_theta", None) or fields.get("rope_theta", default_theta)
     if theta is None:
         raise ValueError(f"{fields.where}: field rope_theta is missing")
     fields.ignore(*_ROTARY_FIELDS)
-    beside = fields.get("partial_rotary_factor", 1.0)  # transformers 5 writes it in both places
-    fraction = found.pop("partial_rotary_factor", None) or beside
+    # transformers 5 writes it in both places.
+    outer_fraction = fields.get("partial_rotary_factor", 1.0)
+    fraction = settings.pop("partial_rotary_factor", None) or outer_fraction
     if fraction != 1 and not partial_rotary:
         raise ValueError(
             f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1"
         )
-    kind = found.pop("rope_type", found.pop("type", "default"))
-    found.pop("type", None)
+    kind = settings.pop("rope_type", settings.pop("type", "default"))
+    settings.pop("type", None)
     return {
         "rope_theta": float(theta),
         "rotary_fraction": float(fraction),
-        "rotary_scaling": _scaling(kind, found, fields),
+        "rotary_scaling": _scaling(kind, settings, fields),
     }
 
 
-def _scaling(kind: str, given: dict[str, Any], fields: Fields) -> Llama3Rotary | Yarn | None:
+def _scaling(kind: str, settings: dict[str, Any], fields: Fields) -> Llama3Rotary | Yarn | None:
     names = {"original_max_position_embeddings": "original_max_positions"}
-    settings = {names.get(name, name): value for name, value in given.items() if value is not None}
+    arguments = {names.get(n, n): value for n, value in settings.items() if value is not None}
     kinds: dict[str, type[Llama3Rotary | Yarn] | None] = {
         "default": None,
         "llama3": Llama3Rotary,
@@ -275,14 +277,14 @@ def _scaling(kind: str, given: dict[str, Any], fields: Fields) -> Llama3Rotary |
     scaling = kinds[kind]
     try:
         if scaling is None:
-            if settings:
-                raise TypeError(f"the default one has no {', '.join(sorted(settings))}")
+            if arguments:
+                raise TypeError(f"the default one has no {', '.join(sorted(arguments))}")
             return None
-        if "original_max_positions" not in settings:
-            settings["original_max_positions"] = fields.size("max_position_embeddings")
-        return scaling(**settings)
+        if "original_max_positions" not in arguments:
+            arguments["original_max_positions"] = fields.size("max_position_embeddings")
+        return scaling(**arguments)
     except TypeError as error:
-        found = {"rope_type": kind, **given}
+        declared = {"rope_type": kind, **settings}
         raise ValueError(
-            f"{fields.where}: rope_scaling={found!r} is not supported: {error}"
+            f"{fields.where}: rope_scaling={declared!r} is not supported: {error}"
         ) from error

@@ -53,19 +53,19 @@ def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     Raises:
         ValueError: naming the field, for every other way of storing weights.
     """
-    found = config.get("quantization_config")
-    if found is None:
+    declared = config.get("quantization_config")
+    if declared is None:
         if config.get("compression_config") is not None:
             raise ValueError(f"{where}: compression_config: {_ONLY}")
         return None
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: quantization_config: expected an object, found {found!r}")
-    method = found.get("quant_method")
+    if not isinstance(declared, Mapping):
+        raise ValueError(f"{where}: quantization_config: expected an object, found {declared!r}")
+    method = declared.get("quant_method")
     if method not in ("fp8", "mxfp4"):
         raise ValueError(f"{where}: quantization_config.quant_method={method!r}: {_ONLY}")
     fields = _FP8_FIELDS if method == "fp8" else _MXFP4_FIELDS
-    for name in sorted((found.keys() | fields.keys()) - _LISTS):
-        value = found.get(name)
+    for name in sorted((declared.keys() | fields.keys()) - _LISTS):
+        value = declared.get(name)
         if name not in fields:
             raise ValueError(
                 f"{where}: quantization_config.{name}={value!r} is not known for {method}, and it "

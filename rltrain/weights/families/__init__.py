@@ -83,11 +83,11 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 @lru_cache(maxsize=8)
 def model_parameters(arch: Architecture) -> tuple[ParameterSpec, ...]:
     """Every parameter and buffer of the model under its global Megatron name, in sending order."""
-    found = expand_rules(FAMILIES[arch.family].rules(arch), arch)
+    parameters = expand_rules(FAMILIES[arch.family].rules(arch), arch)
     if arch.value_head:
-        return found[:-1]
+        return parameters[:-1]
     if not arch.tie_embeddings:
-        return found
-    embedding, *_, head = found
+        return parameters
+    embedding, *_, head = parameters
     # A last pipeline stage of its own has an output layer, and it is the embedding once more.
-    return (*found[:-1], replace(head, tensors=embedding.tensors, copy=True))
+    return (*parameters[:-1], replace(head, tensors=embedding.tensors, copy=True))

@@ -45,10 +45,10 @@ def _v3(fields: Fields) -> dict[str, Any]:
 
 def biased_experts(fields: Fields) -> dict[str, Any]:
     """Sigmoid scores and a bias for the choice, as DeepSeek-V3 has them."""
-    found = _experts(fields)
+    settings = _experts(fields)
     return {
-        **found,
-        "norm_topk_prob": normalized(fields, found["experts_per_token"]),
+        **settings,
+        "norm_topk_prob": normalized(fields, settings["experts_per_token"]),
         "score_function": "sigmoid",
         "expert_bias": True,
     }
@@ -81,11 +81,11 @@ def _latent_decoder(fields: Fields) -> dict[str, Any]:
         qk_rope_head_dim=fields.size("qk_rope_head_dim"),
         v_head_dim=fields.size("v_head_dim"),
     )
-    found = decoder(fields, default_kv_heads=True)
+    settings = decoder(fields, default_kv_heads=True)
     # transformers writes what follows from the others.
     fields.only("head_dim", latent.qk_rope_head_dim)
     fields.only("qk_head_dim", latent.qk_head_dim)
-    return {**found, "head_dim": latent.qk_head_dim, "mla": latent}
+    return {**settings, "head_dim": latent.qk_head_dim, "mla": latent}
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2)

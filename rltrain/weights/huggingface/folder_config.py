@@ -22,20 +22,20 @@ def copy_config(
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
-    given = json.loads((source / "config.json").read_text())
-    written = _config(given, arch, dtype, fp8=fp8)
-    if written != given:
+    source_config = json.loads((source / "config.json").read_text())
+    written = _config(source_config, arch, dtype, fp8=fp8)
+    if written != source_config:
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _config(
-    given: dict[str, Any], arch: Architecture, dtype: torch.dtype, *, fp8: bool
+    source_config: dict[str, Any], arch: Architecture, dtype: torch.dtype, *, fp8: bool
 ) -> dict[str, Any]:
     """The source's, where it says how weights are stored and which there are, made true."""
-    written = {n: value for n, value in given.items() if n != "quantization_config"}
-    key = "torch_dtype" if "torch_dtype" in given else "dtype"
+    written = {n: value for n, value in source_config.items() if n != "quantization_config"}
+    key = "torch_dtype" if "torch_dtype" in source_config else "dtype"
     written[key] = str(dtype).removeprefix("torch.")
-    for name in given.keys() & set(MTP_FIELDS):
+    for name in source_config.keys() & set(MTP_FIELDS):
         written[name] = arch.mtp_layers  # what was skipped is not in the exported folder
     if fp8:
         written["quantization_config"] = fp8_config(arch)

@@ -83,15 +83,15 @@ def _weights(folder: Path) -> str:
     for file in sorted(set(declared_files(folder).values())):
         tensors.update({name: (file, *place) for name, place in _header(file).items()})
     names = sorted(tensors)
-    looked_at = set(names[:: max(1, len(names) // SAMPLED)])
-    found = []
+    sampled = set(names[:: max(1, len(names) // SAMPLED)])
+    entries = []
     for name in names:
         file, entry, start = tensors[name]
         begin, end = entry["data_offsets"]
         sample = _read(file, start + begin, min(end - begin, SAMPLE_BYTES))
-        digest = _sha(sample) if name in looked_at else ""
-        found.append([name, entry["dtype"], entry["shape"], digest])
-    return _digest(found)
+        digest = _sha(sample) if name in sampled else ""
+        entries.append([name, entry["dtype"], entry["shape"], digest])
+    return _digest(entries)
 
 
 def _header(file: Path) -> dict[str, tuple[dict[str, Any], int]]:

@@ -48,9 +48,9 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """What `sender.full_tensors` would yield of the folder: whole tensors, one at a time."""
     checkpoint = open_checkpoint(path, arch)
-    owned = [parameter for parameter in model_parameters(arch) if not parameter.copy]
-    every = ((parameter.rule.kind, tensor) for parameter in owned for tensor in parameter.tensors)
-    for name, group in groupby(every, key=lambda found: found[1].sent_as):
+    parameters = [p for p in model_parameters(arch) if not p.copy]
+    tensors = ((p.rule.kind, tensor) for p in parameters for tensor in p.tensors)
+    for name, group in groupby(tensors, key=lambda pair: pair[1].sent_as):
         kind, tensor = next(group)
         kept = torch.float32 if kind == "buffer" else dtype
         if name == tensor.name:
@@ -103,14 +103,14 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
         wanted.add(name)
         if name not in checkpoint.tensors:
             raise ValueError(f"{folder}: tensor {name} is in none of the safetensors files")
-        found = checkpoint.tensors[name]
+        stored = checkpoint.tensors[name]
         shape = tensor.shape
         if name != tensor.name:
             assert tensor.stacked is not None
             shape = tensor.stacked.shape(arch.num_experts, shape)
-        if tuple(found.data.get_shape()) != shape:
+        if tuple(stored.data.get_shape()) != shape:
             raise ValueError(
-                f"{found.file}: {name} has shape {found.data.get_shape()}, "
+                f"{stored.file}: {name} has shape {stored.data.get_shape()}, "
                 f"config.json asks for {list(shape)}"
             )
     if arch.tie_embeddings or arch.value_head:

@@ -39,11 +39,11 @@ def check_manifest(folder: Path) -> None:
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none")
     expected = json.loads((folder / MANIFEST).read_text())
-    found = _names(folder)
-    if found != set(expected):
+    present = _names(folder)
+    if present != set(expected):
         raise ValueError(
             f"{folder}: its manifest and its files differ: missing "
-            f"{sorted(set(expected) - found)}, unknown {sorted(found - set(expected))}. It was "
+            f"{sorted(set(expected) - present)}, unknown {sorted(present - set(expected))}. It was "
             "copied in part or changed; use another checkpoint"
         )
     for name, entry in _entries(folder, expected).items():

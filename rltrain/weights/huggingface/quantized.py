@@ -129,8 +129,8 @@ def quantized_suffixes(quantization: Quantization) -> tuple[str, str]:
 
 def _last_two(index: Any, shape: Sequence[int]) -> tuple[tuple[Any, ...], slice, slice]:
     """``index``, which may leave dims at the end out, with bounded slices for the last two."""
-    given = index if isinstance(index, tuple) else (index,)
-    full = [*given, *[slice(None)] * (len(shape) - len(given))]
+    indices = index if isinstance(index, tuple) else (index,)
+    full = [*indices, *[slice(None)] * (len(shape) - len(indices))]
     rows, columns = (slice(*s.indices(n)[:2]) for s, n in zip(full[-2:], shape[-2:], strict=True))
     return tuple(full[:-2]), rows, columns
 

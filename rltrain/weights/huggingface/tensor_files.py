@@ -72,16 +72,16 @@ def _remedy(dtype: str, stored: Quantization | None) -> str:
 
 def _joined(tensors: Mapping[str, StoredTensor], stored: Quantization) -> dict[str, StoredTensor]:
     """The two halves of each quantised tensor as one; a half alone stays what it is."""
-    found = dict(tensors)
+    joined = dict(tensors)
     first, second = quantized_suffixes(stored)
     for name in tensors:
         whole = name.removesuffix(second)
         if whole == name or whole + first not in tensors:
             continue
-        values, scales = found.pop(whole + first), found.pop(name)
+        values, scales = joined.pop(whole + first), joined.pop(name)
         join = _block_fp8 if first == "" else _mxfp4
-        found[whole] = StoredTensor(values.file, join(whole, values, scales))
-    return found
+        joined[whole] = StoredTensor(values.file, join(whole, values, scales))
+    return joined
 
 
 def _block_fp8(name: str, values: StoredTensor, scales: StoredTensor) -> SliceReader:
@@ -109,30 +109,30 @@ def _shape(tensor: StoredTensor, name: str, least: int) -> tuple[int, ...]:
 
 
 def _expect(tensor: StoredTensor, name: str, dtypes: set[str], shape: tuple[int, ...]) -> None:
-    found, dtype = tensor.data.get_shape(), tensor.data.get_dtype()
-    if dtype not in dtypes or tuple(found) != shape:
+    shape_in_file, dtype = tensor.data.get_shape(), tensor.data.get_dtype()
+    if dtype not in dtypes or tuple(shape_in_file) != shape:
         raise ValueError(
-            f"{tensor.file}: {name} is {dtype} of shape {found}; by quantization_config in "
+            f"{tensor.file}: {name} is {dtype} of shape {shape_in_file}; by quantization_config in "
             f"config.json it must be {' or '.join(sorted(dtypes))} of shape {list(shape)}"
         )
 
 
 def _open_files(folder: Path) -> dict[str, StoredTensor]:
     declared = declared_files(folder)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(declared.values())):
         handle = _open(file)
         for name in handle.keys():  # noqa: SIM118
-            if name in found:
+            if name in tensors:
                 raise ValueError(
-                    f"{file}: {name} is in {found[name].file}, too, and only one of the two can "
+                    f"{file}: {name} is in {tensors[name].file}, too, and only one of the two can "
                     "be meant: keep one"
                 )
-            found[name] = StoredTensor(file, handle.get_slice(name))
+            tensors[name] = StoredTensor(file, handle.get_slice(name))
     for name, file in declared.items():
-        if name and (name not in found or found[name].file != file):
+        if name and (name not in tensors or tensors[name].file != file):
             raise ValueError(f"{folder / INDEX} says that {name} is in {file}, and it is not there")
-    return found
+    return tensors
 
 
 def declared_files(folder: Path) -> dict[str, Path]:

@@ -142,23 +142,23 @@ class TorchDistReader:
         """The elements of the chunk, from as many files as hold some of it; as stored or cast."""
         result = torch.empty(chunk.shape, dtype=dtype or self.dtype(chunk))
         items = create_read_items_for_chunk_list(chunk.key, self._stored(chunk), [_box(chunk)])
-        found = sum(prod(item.lengths) for item in items)
-        if found != result.numel():
+        stored = sum(prod(item.lengths) for item in items)
+        if stored != result.numel():
             raise ValueError(
-                f"{self.folder}: {chunk.key} has {found} of the {result.numel()} elements at "
+                f"{self.folder}: {chunk.key} has {stored} of the {result.numel()} elements at "
                 f"{list(chunk.offset)}; expected a checkpoint of the whole model"
             )
         self._reader.read_data(LoadPlan(items), _Into(result)).wait()
         return result
 
     def _stored(self, chunk: Chunk) -> TensorStorageMetadata:
-        found = self._metadata.state_dict_metadata.get(chunk.key)
-        if not isinstance(found, TensorStorageMetadata):
+        metadata = self._metadata.state_dict_metadata.get(chunk.key)
+        if not isinstance(metadata, TensorStorageMetadata):
             raise ValueError(
                 f"{self.folder}: expected a tensor {chunk.key}, found none: the checkpoint is of "
                 "another model than its config.json says"
             )
-        return found
+        return metadata
 
 
 class _Into(DefaultLoadPlanner):

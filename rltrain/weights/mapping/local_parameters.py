@@ -35,7 +35,7 @@ def local_parameters(
             "choose an ep that divides them"
         )
     first_expert = placement.ep.rank * (arch.num_experts // placement.ep.size)
-    found: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
     for chunk in chunks:
         layers = _layer_numbers(chunk)
         for wrapped, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
@@ -45,10 +45,10 @@ def local_parameters(
             if arch.value_head and name == _HEAD:
                 continue
             if isinstance(tensor, nn.Parameter) or name.endswith(_BUFFER):
-                assert name not in found, f"two parameters are {name}"
-                found[name] = tensor
-    _check(found, arch, placement)
-    return found
+                assert name not in held, f"two parameters are {name}"
+                held[name] = tensor
+    _check(held, arch, placement)
+    return held
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
@@ -63,17 +63,17 @@ def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def _check(found: dict[str, Tensor], arch: Architecture, placement: GridPosition) -> None:
+def _check(held: dict[str, Tensor], arch: Architecture, placement: GridPosition) -> None:
     """The model and the map agree on what there is, so that nothing is left out silently."""
-    every = {parameter.name: parameter for parameter in model_parameters(arch)}
-    if unknown := sorted(found.keys() - every.keys()):
+    known = {parameter.name: parameter for parameter in model_parameters(arch)}
+    if unknown := sorted(held.keys() - known.keys()):
         raise ValueError(f"{arch.family} has no weights for the model's {', '.join(unknown[:5])}")
-    layers = {every[name].layer for name in found}
+    layers = {known[name].layer for name in held}
     share = max(arch.num_experts // placement.ep.size, 1)
     missing = sorted(
         parameter.name
-        for parameter in every.values()
-        if parameter.name not in found
+        for parameter in known.values()
+        if parameter.name not in held
         and not parameter.copy
         and (parameter.layer in layers if parameter.layer is not None else placement.pp.size == 1)
         and (parameter.expert is None or parameter.expert // share == placement.ep.rank)

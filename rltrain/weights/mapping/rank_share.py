@@ -62,7 +62,7 @@ def rank_parameters(
     is_first = stage == chunk == 0
     is_last = stage == layout.pp - 1 and chunk == layout.vpp - 1
     experts = arch.num_experts // layout.ep
-    own = range(ep_rank * experts, (ep_rank + 1) * experts)
+    local_experts = range(ep_rank * experts, (ep_rank + 1) * experts)
     for parameter in model_parameters(arch):
         if parameter.layer is None:
             here = is_first if model_part(parameter) == "embedding" else is_last
@@ -70,7 +70,7 @@ def rank_parameters(
             here = here and not (parameter.copy and is_first)
         else:
             here = parameter.layer in layers or (is_last and parameter.layer >= arch.num_layers)
-        if here and (parameter.expert is None or parameter.expert in own):
+        if here and (parameter.expert is None or parameter.expert in local_experts):
             numel = _numel(parameter, arch, layout)
             yield RankParameter(parameter.name, model_part(parameter), numel, parameter.rule.kind)
 
@@ -78,8 +78,8 @@ def rank_parameters(
 def model_part(parameter: ParameterSpec) -> str:
     if parameter.name.startswith("mtp."):
         return "MTP"
-    found = (part for text, part in _OF_NAME.items() if text in parameter.name)
-    return next(found, "head")
+    parts = (part for text, part in _OF_NAME.items() if text in parameter.name)
+    return next(parts, "head")
 
 
 def _numel(parameter: ParameterSpec, arch: Architecture, layout: ParallelConfig) -> int:

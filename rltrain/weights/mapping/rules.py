@@ -84,39 +84,39 @@ def _attention(arch: Architecture) -> tuple[WeightRule, ...]:
         return WeightRule(MEGATRON_LAYER + "self_attention." + megatron, (part,), cut=cut)
 
     def qkv(kind: str, inner: str) -> WeightRule:
-        parts = [("q", "q"), ("k", "kv"), ("v", "kv")]
+        projections = [("q", "q"), ("k", "kv"), ("v", "kv")]
         return WeightRule(
             MEGATRON_LAYER + f"self_attention.linear_qkv.{kind}",
             tuple(
                 TensorTemplate(HF_LAYER + f"self_attn.{n}_proj.{kind}", rows + inner)
-                for n, rows in parts
+                for n, rows in projections
             ),
             join="qkv",
             cut=0,
         )
 
-    found = [
+    rules = [
         rule("linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
         qkv("weight", " hidden"),
         rule("linear_proj.weight", "self_attn.o_proj.weight", "hidden q", 1),
     ]
     if arch.qkv_bias or arch.linear_bias:
-        found.insert(2, qkv("bias", ""))
+        rules.insert(2, qkv("bias", ""))
     if arch.linear_bias:
-        found.append(rule("linear_proj.bias", "self_attn.o_proj.bias", "hidden"))
+        rules.append(rule("linear_proj.bias", "self_attn.o_proj.bias", "hidden"))
     if arch.attention_sinks:
-        found.append(rule("core_attention.softmax_offset", "self_attn.sinks", "heads", 0))
+        rules.append(rule("core_attention.softmax_offset", "self_attn.sinks", "heads", 0))
     if arch.qk_norm == "heads":
-        found += [
+        rules += [
             rule("q_layernorm.weight", "self_attn.q_norm.weight", "head"),
             rule("k_layernorm.weight", "self_attn.k_norm.weight", "head"),
         ]
     if arch.qk_norm == "all":
-        found += [
+        rules += [
             rule("q_layernorm.weight", "self_attn.q_norm.weight", "q", 0),
             rule("k_layernorm.weight", "self_attn.k_norm.weight", "kv", 0),
         ]
-    return tuple(found)
+    return tuple(rules)
 
 
 def _latent_attention(arch: Architecture) -> tuple[WeightRule, ...]:
@@ -152,19 +152,19 @@ def _latent_attention(arch: Architecture) -> tuple[WeightRule, ...]:
 def _moe(arch: Architecture, names: ModuleNames) -> tuple[WeightRule, ...]:
     block = HF_LAYER + names.block + "."
     router = TensorTemplate(block + names.router + ".weight", "experts hidden")
-    found = [
+    rules = [
         WeightRule(MEGATRON_LAYER + "pre_mlp_layernorm.weight", (_NORM_BEFORE_MLP,)),
         WeightRule(MEGATRON_LAYER + "mlp.router.weight", (router,)),
     ]
     if arch.linear_bias:
         offset = TensorTemplate(block + names.router + ".bias", "experts")
-        found.append(WeightRule(MEGATRON_LAYER + "mlp.router.bias", (offset,)))
+        rules.append(WeightRule(MEGATRON_LAYER + "mlp.router.bias", (offset,)))
     if arch.expert_bias:
         bias = TensorTemplate(block + names.router + ".e_score_correction_bias", "experts")
-        found.append(WeightRule(MEGATRON_LAYER + "mlp.router.expert_bias", (bias,), kind="buffer"))
+        rules.append(WeightRule(MEGATRON_LAYER + "mlp.router.expert_bias", (bias,), kind="buffer"))
     if arch.shared_expert_size > 0:
         shared = block + names.shared + "."
-        found += [
+        rules += [
             WeightRule(
                 MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
                 (
@@ -181,8 +181,8 @@ def _moe(arch: Architecture, names: ModuleNames) -> tuple[WeightRule, ...]:
         ]
     if arch.shared_expert_gate:
         gate = TensorTemplate(block + names.shared + "_gate.weight", "one hidden")
-        found.append(WeightRule(MEGATRON_LAYER + "mlp.shared_experts.gate_weight", (gate,)))
-    return tuple(found)
+        rules.append(WeightRule(MEGATRON_LAYER + "mlp.shared_experts.gate_weight", (gate,)))
+    return tuple(rules)
 
 
 def _expert(names: ModuleNames) -> tuple[WeightRule, ...]:

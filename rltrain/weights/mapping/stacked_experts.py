@@ -24,34 +24,34 @@ class StackedSlice:
     only: bool = False
     """No checkpoint of the family has a tensor per expert: all experts are sent together, too."""
 
-    def shape(self, num_experts: int, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the whole, where one expert's tensor is ``own``."""
-        whole = (self.part[1] * own[0], *own[1:])
+    def shape(self, num_experts: int, expert_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor of all experts, from that of one expert's."""
+        whole = (self.part[1] * expert_shape[0], *expert_shape[1:])
         return (num_experts, *(reversed(whole) if self.transposed else whole))
 
     def read(
-        self, stored: Any, expert: int, own: tuple[int, ...], dim: int, start: int, stop: int
+        self, stored: Any, expert: int, shape: tuple[int, ...], dim: int, start: int, stop: int
     ) -> "Tensor":
-        """Elements ``start`` to ``stop`` along ``dim`` of an expert's tensor of shape ``own``.
+        """Elements ``start`` to ``stop`` along ``dim`` of an expert's tensor of that ``shape``.
 
         ``stored`` is the whole, and is sliced once: it may be a file's.
         """
         index, count = self.part
-        bounds = [(0, size) for size in own]
+        bounds = [(0, size) for size in shape]
         bounds[dim] = (start, stop)
         first, last = bounds[0]
         if self.interleaved:
             rows = slice(count * first, count * last)
         else:
-            rows = slice(index * own[0] + first, index * own[0] + last)
+            rows = slice(index * shape[0] + first, index * shape[0] + last)
         slices = [rows, *(slice(*other) for other in bounds[1:])]
-        found: Tensor = stored[(expert, *(reversed(slices) if self.transposed else slices))]
+        values: Tensor = stored[(expert, *(reversed(slices) if self.transposed else slices))]
         if self.transposed:
-            found = found.T
-        return found[index::count] if self.interleaved else found
+            values = values.T
+        return values[index::count] if self.interleaved else values
 
     def within(self, whole: "Tensor", expert: int) -> "Tensor":
         """The view of ``whole`` that the expert's tensor is."""
         index, count = self.part
-        own = whole[expert].T if self.transposed else whole[expert]
-        return own[index::count] if self.interleaved else own.chunk(count)[index]
+        matrix = whole[expert].T if self.transposed else whole[expert]
+        return matrix[index::count] if self.interleaved else matrix.chunk(count)[index]

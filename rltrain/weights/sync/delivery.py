@@ -25,17 +25,17 @@ class TensorForm(NamedTuple):
 
 def expected_tensors(arch: Architecture, dtype: str, *, fp8: bool) -> dict[str, TensorForm]:
     """Every tensor that `rltrain.weights.sync.sender` sends of a model, by name."""
-    found = {}
+    forms = {}
     for parameter in model_parameters(arch):
         kept = "float32" if parameter.rule.kind == "buffer" else dtype
         for tensor in () if parameter.copy else parameter.tensors:
             if fp8 and is_quantized(tensor):
-                found[tensor.name] = TensorForm("float8_e4m3fn", tensor.shape)
+                forms[tensor.name] = TensorForm("float8_e4m3fn", tensor.shape)
                 scales = TensorForm("float32", scale_shape(tensor.shape))
-                found[f"{tensor.name}_scale_inv"] = scales
+                forms[f"{tensor.name}_scale_inv"] = scales
             else:
-                found[tensor.sent_as] = TensorForm(kept, tensor.sent_shape(arch.num_experts))
-    return found
+                forms[tensor.sent_as] = TensorForm(kept, tensor.sent_shape(arch.num_experts))
+    return forms
 
 
 class Delivery:
@@ -72,7 +72,7 @@ class Delivery:
         self.num_buckets += 1
         self.is_complete = bucket["last"]
 
-    def _check(self, name: str, found: TensorForm) -> None:
+    def _check(self, name: str, form: TensorForm) -> None:
         if is_skipped_mtp(name, self._arch):
             return
         if name not in self._expected:
@@ -81,10 +81,10 @@ class Delivery:
                 "was started from another model than the policy's"
             )
         expected = self._expected[name]
-        if found != expected:
+        if form != expected:
             raise ValueError(
                 f"weight sync: expected {name} as {expected.dtype} of shape "
-                f"{list(expected.shape)}, found {found.dtype} of shape {list(found.shape)}: "
+                f"{list(expected.shape)}, found {form.dtype} of shape {list(form.shape)}: "
                 "rollout.dtype and the model folder must be the same on both sides"
             )
 

@@ -23,8 +23,8 @@ _KEPT = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_
 
 
 def _matrices(arch: Architecture) -> list[HfTensorSpec]:
-    every = [t for p in model_parameters(arch) if not p.copy for t in p.tensors]
-    return [tensor for tensor in every if len(tensor.shape) == 2]
+    tensors = [t for p in model_parameters(arch) if not p.copy for t in p.tensors]
+    return [tensor for tensor in tensors if len(tensor.shape) == 2]
 
 
 def is_quantized(tensor: HfTensorSpec) -> bool:

@@ -49,8 +49,8 @@ def _of_experts(model: torch.nn.Module) -> Iterator[tuple[Any, Callable[[int], i
 
 def _takes_stacks(loader: Callable[..., Any]) -> bool:
     """Not so those of layers that override it."""
-    own = getattr(unwrap(loader), "__qualname__", None) == LOADER
-    return own and [*signature(loader).parameters] == TAKEN
+    is_known = getattr(unwrap(loader), "__qualname__", None) == LOADER
+    return is_known and [*signature(loader).parameters] == TAKEN
 
 
 def _stacking(
@@ -78,12 +78,12 @@ def _stacking(
         number = local_number(expert_id)
         if number < 0 or loaded_weight.dim() != 2:
             return loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        found = waiting.setdefault(shard_id, {})
-        found[number] = loaded_weight
-        if len(found) < count:
+        arrived = waiting.setdefault(shard_id, {})
+        arrived[number] = loaded_weight
+        if len(arrived) < count:
             return True if return_success else None
         del waiting[shard_id]
-        stack = torch.stack([found[i] for i in range(count)])
+        stack = torch.stack([arrived[i] for i in range(count)])
         return loader(param, stack, weight_name, shard_id, expert_id, return_success)
 
     stacking.stacks_experts = True  # type: ignore[attr-defined]

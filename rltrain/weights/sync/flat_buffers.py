@@ -57,11 +57,11 @@ def unpack_bucket(buffer: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
     Raises:
         ValueError: they are not the sender's.
     """
-    found, expected = buffer_checksum(buffer), bucket["payload"]["checksum"]
-    if found != expected:
+    actual, expected = buffer_checksum(buffer), bucket["payload"]["checksum"]
+    if actual != expected:
         raise ValueError(
             f"weight sync: bucket {bucket['index']} arrived changed: expected {buffer.numel()} "
-            f"bytes with checksum {expected}, found {found}. The sender must not touch a bucket "
+            f"bytes with checksum {expected}, found {actual}. The sender must not touch a bucket "
             "before it is loaded"
         )
     return [

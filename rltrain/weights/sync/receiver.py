@@ -282,10 +282,10 @@ def tied_modules(model: torch.nn.Module) -> list[Any]:
     seen: set[int] = set()
     tied = []
     for module in model.modules():
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        if own and own <= seen:
+        parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if parameters and parameters <= seen:
             tied.append(module)
-        seen |= own
+        seen |= parameters
     return tied
 
 

@@ -112,13 +112,13 @@ def _stages(
 def _batches(owned: Sequence[ParameterSpec], ep: int) -> Iterator[list[ParameterSpec]]:
     """What is gathered at a time: one parameter, or one expert of each expert-parallel rank."""
     for (_, rule), group in groupby(owned, key=lambda p: (p.layer, p.rule)):
-        found = list(group)
-        if found[0].expert is None:
-            assert len(found) == 1, rule
-            yield found
+        parameters = list(group)
+        if parameters[0].expert is None:
+            assert len(parameters) == 1, rule
+            yield parameters
         else:
-            num_local = len(found) // ep
-            yield from (found[local::num_local] for local in range(num_local))
+            num_local = len(parameters) // ep
+            yield from (parameters[local::num_local] for local in range(num_local))
 
 
 def _gather(
