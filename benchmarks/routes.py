@@ -100,7 +100,8 @@ def to_routers(
     hops: Hops, refs: list[RouteRef], tokens: torch.Tensor, size: Size
 ) -> dict[str, int]:
     """What one rank does; its bytes."""
-    from rltrain.policy.passes.micro_batch import cut, to_device
+    from rltrain.parallel.token_layout import to_device
+    from rltrain.policy.passes.micro_batch import cut
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = route_layers(size.pipeline, size.layers, size.shape.moe_layers, 0)

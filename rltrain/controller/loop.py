@@ -1,8 +1,8 @@
 """A step of reinforcement learning: generate, reward, score, update, sync."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rltrain.algorithms.advantages import critic_only_steps
@@ -43,21 +43,14 @@ class Trainer(Loop):
     spec: EngineSpec
     placed: Cluster
     weight_sync: WeightSync
-    colocation: Colocation = field(init=False)
-    kl_coef: float = field(init=False)
-    synced_after: int = field(init=False)  # the step whose weights the engines have
-
-    def __post_init__(self) -> None:
-        self.kl_coef = self.config.algorithm.kl.coef
-        self.colocation = Colocation(
-            self.placed.placement.colocated,
-            self.policy,
-            self.critic,
-            self.weight_sync.engines,
-        )
+    colocation: Colocation
+    kl_coef: float
+    """Of the next step."""
+    synced_after: int
+    """The step whose weights the engines have, once `begin` has synced."""
 
     def begin(self) -> None:
-        self.sync_weights(self.resumed_after, StepTimer())
+        self.sync_weights(self.start.after, StepTimer())
 
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
         sampled, metrics = self.sampler.sample(step, timer)
@@ -198,7 +191,7 @@ class Trainer(Loop):
         """``batch`` with a reference that was scored as the policy was: a fresh run's is the same
         model. None where the policy was not scored at all."""
         replay = self.config.routing_replay
-        if self.config.algorithm.bypass_old_logprobs or self.resumed_after:
+        if self.config.algorithm.bypass_old_logprobs or self.start.after:
             return None
         if replay.mode != "r3" or replay.reference == "replay":
             return batch
@@ -253,7 +246,7 @@ class Trainer(Loop):
             updates=taken.updates,
             metrics=taken.metrics,
             scored=None if taken.scored is None else taken.scored.logprobs,
-            is_fresh=self.resumed_after == 0,
+            is_fresh=self.start.after == 0,
             paired=taken.paired,
             native_losses=self.policy.native_losses(),
             precision=trainer_precision(self.config, self.spec.device),
@@ -271,10 +264,6 @@ class Trainer(Loop):
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"kl_coef": self.kl_coef}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        super().load_state(state)
-        self.kl_coef = state["kl_coef"]
 
     def sync_weights(self, step: int, timer: StepTimer) -> None:
         """Bring the weights after ``step`` into the engines, whose turn it is then."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
+from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.engines import engine_spec, start_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
@@ -13,7 +14,7 @@ from rltrain.controller.cluster.ray_cluster import cluster
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.loop import Trainer
 from rltrain.controller.run_data import RunData
-from rltrain.controller.run_loop import is_finished, open_tracker
+from rltrain.controller.run_loop import is_finished, open_tracker, resume
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.sft import warm_started_model
 from rltrain.controller.speed import Speed
@@ -51,7 +52,6 @@ def run(config: Config, data: RunData) -> None:
             wait_until_ready()
             engines.sleep(2)
         policy = PolicyGroup(config, str(path), placed)
-        weight_sync = WeightSync(policy, engines, transport)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines.actors, config)
         prompts = PromptLoader(
@@ -64,22 +64,24 @@ def run(config: Config, data: RunData) -> None:
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
         card = find_card(gpu_name(placed.gpu_ids))
         speed = Speed.of(config, arch, placed.placement, card)
-        trainer = Trainer(
+        start = resume(config, [policy] if critic is None else [policy, critic], prompts)
+        versions = {"engine": json.dumps(wait_until_ready()[0])}
+        tracker = stack.enter_context(open_tracker(config, placed, start.after, versions))
+        Trainer(
             config,
             prompts,
             policy,
             critic,
             speed,
+            Evaluator(config, problems.held_out, generator, pool, tokenizer, tracker),
+            tracker,
+            start,
             arch=arch,
             sampler=sampler,
             spec=spec,
             placed=placed,
-            weight_sync=weight_sync,
-        )
-        done = trainer.resume()
-        versions = {"engine": json.dumps(wait_until_ready()[0])}
-        trainer.tracker = stack.enter_context(open_tracker(config, placed, done, versions))
-        trainer.evaluator = Evaluator(
-            config, problems.held_out, generator, pool, tokenizer, trainer.tracker
-        )
-        trainer.train()
+            weight_sync=WeightSync(policy, engines, transport),
+            colocation=Colocation(placed.placement.colocated, policy, critic, engines),
+            kl_coef=start.state.get("kl_coef", config.algorithm.kl.coef),
+            synced_after=start.after,
+        ).train()

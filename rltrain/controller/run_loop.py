@@ -45,6 +45,18 @@ class Evaluation(Protocol):
     def evaluate(self, step: int) -> dict[str, float]: ...
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts from, fresh or resumed."""
+
+    model: ModelIdentity
+    """What its checkpoints say of their model."""
+    after: int = 0
+    """The step of the checkpoint that was loaded; 0 in a fresh run."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What that checkpoint keeps beside the models; empty in a fresh run."""
+
+
 @dataclass
 class Loop(ABC):
     """The steps of a run; a subclass says what one step does."""
@@ -54,10 +66,9 @@ class Loop(ABC):
     policy: PolicyGroup
     critic: CriticGroup | None
     speed: Speed
-    evaluator: Evaluation = field(init=False)
-    tracker: Tracker = field(init=False)
-    model: ModelIdentity = field(init=False)  # which one a checkpoint is of
-    resumed_after: int = field(init=False, default=0)  # the step, 0 in a fresh run
+    evaluator: Evaluation
+    tracker: Tracker
+    start: Start
 
     @abstractmethod
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
@@ -81,12 +92,9 @@ class Loop(ABC):
         """What a checkpoint keeps beside the models."""
         return {"prompts": self.prompts.state_dict()}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
-
     def train(self) -> None:
-        """All steps after the one that `resume` went back to."""
-        done = self.resumed_after
+        """All steps after the one that the run starts from."""
+        done = self.start.after
         self.begin()
         if done == 0 and self.evaluator.is_due(0):
             self.tracker.log(0, self.evaluator.evaluate(0))
@@ -95,7 +103,7 @@ class Loop(ABC):
 
     def step(self, step: int) -> None:
         timer = StepTimer()
-        is_first = step == max(self.resumed_after, critic_only_steps(self.config)) + 1
+        is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
         taken = self.take(step, timer, is_first=is_first)
         metrics = taken.metrics
         self.save(step, timer)
@@ -130,25 +138,15 @@ class Loop(ABC):
         settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
         if self.saves(step):
             with timer.phase("checkpoint"):
-                state = {"model": self.model, **self.state()}
+                state = {"model": self.start.model, **self.state()}
                 checkpoint.save(self.run_dir, step, self.models, state, settings.keep)
         if settings.last and is_last:
             with timer.phase("checkpoint"):
-                checkpoint.save_last(self.run_dir, step, self.policy, self.model)
+                checkpoint.save_last(self.run_dir, step, self.policy, self.start.model)
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint.every
         return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
-
-    def resume(self) -> int:
-        """Load this run's newest checkpoint, if asked to and there is one; returns its step."""
-        self.model = checkpoint.model_of(self.config, read_model(self.config))
-        found = checkpoint.checkpoints(self.run_dir)
-        if self.config.trainer.resume == "auto" and found:
-            state = checkpoint.restore(found[-1], self.run_dir, self.models, self.config.checkpoint)
-            self.load_state(state)
-            self.resumed_after = int(state["step"])
-        return self.resumed_after
 
     @property
     def models(self) -> list[WorkerGroup[Any]]:
@@ -158,6 +156,19 @@ class Loop(ABC):
     @property
     def run_dir(self) -> Path:
         return Path(self.config.trainer.output_dir)
+
+
+def resume(config: Config, models: Sequence[WorkerGroup[Any]], prompts: PromptLoader) -> Start:
+    """Load this run's newest checkpoint into models and prompts, if ``trainer.resume`` asks for it
+    and there is one."""
+    model = checkpoint.model_of(config, read_model(config))
+    run_dir = Path(config.trainer.output_dir)
+    saved = checkpoint.checkpoints(run_dir)
+    if config.trainer.resume != "auto" or not saved:
+        return Start(model)
+    state = checkpoint.restore(saved[-1], run_dir, models, config.checkpoint)
+    prompts.load_state_dict(state["prompts"])
+    return Start(model, int(state["step"]), state)
 
 
 def is_finished(config: Config) -> bool:
@@ -172,13 +183,13 @@ def is_finished(config: Config) -> bool:
         return False
     if json.loads(outcome.read_text())["state"] != "finished":
         return False
-    if not (found := checkpoint.checkpoints(run_dir)):
+    if not (saved := checkpoint.checkpoints(run_dir)):
         raise ValueError(
             f"trainer.resume=auto: the run in {run_dir} is finished and has no checkpoint to go on "
             "from (checkpoint.every was 0), so it would start again. Choose another "
             "trainer.output_dir"
         )
-    done = checkpoint.step_of(found[-1])
+    done = checkpoint.step_of(saved[-1])
     if done < config.trainer.steps:
         return False
     logger.info(

@@ -19,7 +19,7 @@ from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.evaluation import is_due
 from rltrain.controller.run_data import RunData
-from rltrain.controller.run_loop import Loop, Step, is_finished, open_tracker
+from rltrain.controller.run_loop import Loop, Step, is_finished, open_tracker, resume
 from rltrain.controller.speed import Speed
 from rltrain.data.cache import save_atomically
 from rltrain.data.loader import PromptLoader
@@ -55,20 +55,20 @@ def run(config: Config, data: RunData) -> None:
             config.trainer.seed,
             repeat=config.data.repeat_in_step,
         )
-        trainer = SupervisedTrainer(
-            config,
-            prompts,
-            policy,
-            None,
-            speed,
-            precision=trainer_precision(config, placed.device),
-            has_experts=bool(arch.moe_layers),
-        )
-        done = trainer.resume()
-        with open_tracker(config, placed, done) as tracker:
-            trainer.tracker = tracker
-            trainer.evaluator = HeldOutLoss(config, policy, problems.held_out)
-            trainer.train()
+        start = resume(config, [policy], prompts)
+        with open_tracker(config, placed, start.after) as tracker:
+            SupervisedTrainer(
+                config,
+                prompts,
+                policy,
+                None,
+                speed,
+                HeldOutLoss(config, policy, problems.held_out),
+                tracker,
+                start,
+                precision=trainer_precision(config, placed.device),
+                has_experts=bool(arch.moe_layers),
+            ).train()
             export(policy, Path(config.trainer.output_dir) / MODEL)
 
 

@@ -105,3 +105,10 @@ def gather_rows(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
     """Gather ``[N, ...]`` to ``[S, ...]``, with ``pad`` in padding slots."""
     # PAD is -1, which indexes the row that is added: a few calls of torch, in every micro-batch.
     return torch.cat((values, values.new_full((1, *values.shape[1:]), pad)))[index]
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy that the CPU does not wait for."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)

@@ -18,12 +18,13 @@ from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_ob
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.rollout import Transport
+from rltrain.parallel.token_layout import to_device
 from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.guards import native_losses
 from rltrain.policy.megatron_worker import MegatronWorker
 from rltrain.policy.offload import PartTensors, parameters_and_buffers
 from rltrain.policy.passes.fetch_routes import fetch_routes
-from rltrain.policy.passes.micro_batch import MicroBatch, to_device
+from rltrain.policy.passes.micro_batch import MicroBatch
 from rltrain.policy.passes.native_agreement import agree
 from rltrain.policy.passes.passes import ModelOnMesh, Recorded, Recorder, score
 from rltrain.policy.passes.sequence_means import sequence_mean

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rltrain.parallel.token_layout import TokenGrid, layout_tokens
+from rltrain.parallel.token_layout import TokenGrid, gather_rows, layout_tokens
 from rltrain.routing.align import router_targets
 from rltrain.routing.codec import decode
 from rltrain.verification.routes_file import Routes
@@ -31,5 +31,7 @@ def rank_view(routes: Routes, grid: TokenGrid, layers: Sequence[int]) -> RankVie
     """
     index = layout_tokens(routes.seq_lens.tolist(), grid).routers
     ids = routes.ids[:, [routes.layers.index(layer) for layer in layers]]
-    experts, replayed = router_targets(ids, routes.route_mask, index, routes.num_experts)
-    return RankView(tuple(layers), index, decode(experts), replayed)
+    experts = router_targets(ids, index, routes.num_experts)
+    return RankView(
+        tuple(layers), index, decode(experts), gather_rows(routes.route_mask, index, True)
+    )

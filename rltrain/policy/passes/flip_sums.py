@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.parallel.token_layout import gather_rows
+from rltrain.parallel.token_layout import gather_rows, to_device
 from rltrain.policy.megatron.mesh import Mesh
-from rltrain.policy.passes.micro_batch import MicroBatch, to_device
+from rltrain.policy.passes.micro_batch import MicroBatch
 from rltrain.policy.passes.replay import RouterRecord
 from rltrain.routing.flips import LayerFlips, judged_rows
 

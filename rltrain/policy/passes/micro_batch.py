@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rltrain.batch import Batch
-from rltrain.parallel.token_layout import PAD, TokenGrid, TokenLayout, gather_rows, layout_tokens
+from rltrain.parallel.token_layout import (
+    PAD,
+    TokenGrid,
+    TokenLayout,
+    gather_rows,
+    layout_tokens,
+    to_device,
+)
 from rltrain.policy.passes.replay import Target
-from rltrain.routing.agreement import spread_experts
-from rltrain.routing.align import last_rows
+from rltrain.routing.align import last_rows, router_targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,64 +78,32 @@ class MicroBatch:
             layers: the layers of the routes' layer dim, in its order
             wanted: those of them that are about to run
         """
-        (routes,) = self.shard.require("replay_expert_indices")
-        (mask,) = self.batch.require("replay_mask")
+        routes, mask = self.shard.require("replay_expert_indices", "replay_mask")
         assert routes.shape[1] == len(layers), (routes.shape, layers)
-        rows = gather_rows(self.token_index, self.layout.routers, 0)
-        padding = self.layout.routers == PAD
-        known = gather_rows(mask, self.layout.routers, True)
+        index = gather_rows(self.token_index, self.layout.routers, PAD)
+        known = gather_rows(mask, index, True)
         complete = not record and not (self.has_gaps and self._owes(known))
-        of_rows = None if complete else to_device(known, self.device)
-        spread = padding | ~known if complete else padding
-        experts = self._gathered(routes, rows, spread, num_experts)
+        replayed = None if complete else to_device(known, self.device)
+        if complete:
+            index = index.masked_fill(~known, PAD)
+        experts = router_targets(routes.to(self.device), index, num_experts)
         if list(wanted) != list(layers):
-            own = torch.tensor([layers.index(x) for x in wanted], dtype=torch.int64)
-            experts = experts.index_select(1, to_device(own, self.device))
+            columns = torch.tensor([layers.index(x) for x in wanted], dtype=torch.int64)
+            experts = experts.index_select(1, to_device(columns, self.device))
         by_layer = experts.transpose(0, 1).contiguous().unbind()  # L times [S, K]
-        return {layer: Target(it, of_rows) for layer, it in zip(wanted, by_layer, strict=True)}
+        return {
+            layer: Target(chosen, replayed) for layer, chosen in zip(wanted, by_layer, strict=True)
+        }
 
     def _owes(self, known: Tensor) -> bool:
         """Whether a slot's router must choose though its token is not the last of a sequence."""
         unread = gather_rows(last_rows(self.batch.seq_lens), self.layout.routers, False)
         return bool((~known & ~unread).any())
 
-    def _gathered(self, routes: Tensor, rows: Tensor, spread: Tensor, num_experts: int) -> Tensor:
-        """As `rltrain.routing.align.router_targets`, on the device, where it costs next to nothing.
-
-        Args:
-            rows: of ``routes``, any for padding  # [S]
-            spread: which slots get experts as padding does, bool  # [S]
-        """
-        count, k = len(rows), routes.shape[2]
-        if len(routes) == 0:
-            experts = routes.new_zeros((count, *routes.shape[1:]), device=self.device)
-        else:
-            index = to_device(rows, self.device)
-            experts = routes.to(self.device).index_select(0, index)
-        at = spread.nonzero().flatten()
-        # Rounded up, so that it is there already for most micro-batches.
-        instead = _spread(1 << len(at).bit_length(), k, num_experts, routes.dtype, self.device)
-        instead = instead[: len(at)].unsqueeze(1).expand(-1, routes.shape[1], -1)
-        return experts.index_copy_(0, to_device(at, self.device), instead)
-
     def scatter(self, slots: Tensor, index: Tensor, shard: Tensor) -> None:
         """Write per-slot values to where their tokens lie in the shard, in place."""
         real = index != PAD
         shard[self.token_index[index[real]]] = slots.to(shard.device)[real].to(shard)
-
-
-@lru_cache(maxsize=32)
-def _spread(
-    rows: int, k: int, num_experts: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return to_device(spread_experts(rows, k, num_experts).to(dtype), device)
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy that the CPU does not wait for."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def cut(

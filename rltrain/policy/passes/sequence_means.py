@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.sequences import sequence_of
-from rltrain.parallel.token_layout import gather_rows
+from rltrain.parallel.token_layout import gather_rows, to_device
 from rltrain.policy.megatron.mesh import Mesh
-from rltrain.policy.passes.micro_batch import MicroBatch, to_device
+from rltrain.policy.passes.micro_batch import MicroBatch
 
 
 def sequence_mean(mb: MicroBatch, loss_weights: Tensor, mesh: Mesh) -> Callable[[Tensor], Tensor]:

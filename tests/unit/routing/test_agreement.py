@@ -96,18 +96,20 @@ def test_padding_experts_are_distinct_and_spread(rows: int, k: int, more: int) -
 def test_router_targets_follow_their_tokens(seq_lens: list[int], tp: int, cp: int) -> None:
     n, layers, k, num_experts = sum(seq_lens), 3, 2, 8
     routes = torch.stack([distinct(n, k, num_experts, layer) for layer in range(layers)], dim=1)
-    mask = ~last_rows(torch.tensor(seq_lens))
     for grid in (TokenGrid(tp, t, cp, c) for t in range(tp) for c in range(cp)):
         index = layout_tokens(seq_lens, grid).routers
-        experts, replayed = router_targets(routes.to(torch.uint8), mask, index, num_experts)
+        experts = router_targets(routes.to(torch.uint8), index, num_experts)
         assert experts.dtype == torch.uint8
         for slot, token in enumerate(index.tolist()):
             if token == PAD:
-                assert bool(replayed[slot])
                 assert all(len(set(row)) == k for row in experts[slot].tolist())
             else:
                 assert experts[slot].tolist() == routes[token].tolist()
-                assert bool(replayed[slot]) == bool(mask[token])
+
+
+def test_a_rank_without_a_sequence_routes_padding() -> None:
+    experts = router_targets(torch.zeros(0, 3, 2, dtype=torch.uint8), torch.full((4,), PAD), 8)
+    assert experts.tolist() == [[row] * 3 for row in ([0, 1], [2, 3], [4, 5], [6, 7])]
 
 
 def test_last_rows() -> None:
