@@ -16,10 +16,10 @@ from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.tracking.timers import StepTimer
 
 if TYPE_CHECKING:  # see `WorkerGroup`
-    from rltrain.policy.offload import Part
+    from rltrain.policy.offload import ModelPart
 
-PARAMETERS: "tuple[Part, ...]" = ("parameters",)
-REST: "tuple[Part, ...]" = ("gradients", "optimizer", "reference")
+PARAMETERS: "tuple[ModelPart, ...]" = ("parameters",)
+REST: "tuple[ModelPart, ...]" = ("gradients", "optimizer", "reference")
 
 
 @dataclass(frozen=True)

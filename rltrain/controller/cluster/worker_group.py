@@ -22,7 +22,7 @@ from rltrain.policy.types import Plan, Updated
 
 if TYPE_CHECKING:  # the workers' classes import Megatron, which the controller does not need
     from rltrain.policy.megatron_worker import MegatronWorker
-    from rltrain.policy.offload import Part
+    from rltrain.policy.offload import ModelPart
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ class WorkerGroup(Generic[Worker]):
 
     # Memory and checkpoints
 
-    def offload(self, parts: "Sequence[Part]") -> None:
+    def offload(self, parts: "Sequence[ModelPart]") -> None:
         """See `MegatronWorker.offload`."""
         self._call(lambda worker: worker.offload(parts))
 
-    def onload(self, parts: "Sequence[Part]") -> None:
+    def onload(self, parts: "Sequence[ModelPart]") -> None:
         """See `MegatronWorker.onload`."""
         self._call(lambda worker: worker.onload(parts))
 
