@@ -41,6 +41,17 @@ def anchors(page: Path, link: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_prose_names_are_there(page: Path) -> None:
+    """``room/file.py`` in backticks, relative to the repository, a package or the page."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|sh))(?:::[^`]*)?`", prose))
+    to_write = set(re.findall(r"As `([^`]+)`:", prose))  # by the reader
+    folders = (ROOT, ROOT / "rltrain", ROOT / "tests", page.parent)
+    missing = {path for path in named if not any((folder / path).is_file() for folder in folders)}
+    assert missing == to_write, f"{name_of(page)} names files that are not there"
+
+
 def test_every_kept_result_is_cited() -> None:
     text = "".join(page.read_text() for page in PAGES)
     kept = {path.name for path in (ROOT / "benchmarks/results").iterdir()}
