@@ -1,5 +1,6 @@
 """What the documentation names is there: files, make targets, pins."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -50,6 +51,31 @@ def test_files_that_prose_names_are_there(page: Path) -> None:
     folders = (ROOT, ROOT / "rltrain", ROOT / "tests", page.parent)
     missing = {path for path in named if not any((folder / path).is_file() for folder in folders)}
     assert missing == to_write, f"{name_of(page)} names files that are not there"
+
+
+TOUR = ROOT / "docs/tour.md"
+TOUR_NAMES = re.findall(r"\[`([^`]+)`\]\(([^)]+\.py)\)", TOUR.read_text())
+
+
+def test_the_tour_is_five_files_from_the_step_to_the_router() -> None:
+    files = re.findall(r"^## \d\. .*\]\(\.\./rltrain/(.+)\)$", TOUR.read_text(), re.MULTILINE)
+    assert len(files) == 5
+    assert (files[0], files[-1]) == ("controller/loop.py", "policy/passes/replay.py")
+    for file in files:  # one that the text then reads
+        assert f"../rltrain/{file}" in {link for _, link in TOUR_NAMES}
+
+
+@pytest.mark.parametrize(("name", "link"), sorted(set(TOUR_NAMES)))
+def test_the_tour_names_what_is_defined_in_the_file_it_links(name: str, link: str) -> None:
+    scope: ast.AST = ast.parse((TOUR.parent / link).read_text())
+    for part in name.split("."):
+        defined = {
+            node.name: node
+            for node in ast.iter_child_nodes(scope)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
+        assert part in defined, f"{link} defines no {name}"
+        scope = defined[part]
 
 
 def test_every_kept_result_is_cited() -> None:
