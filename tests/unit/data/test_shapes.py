@@ -1,4 +1,4 @@
-"""The table "What people's files look like" in docs/data.md: each row, as it says, is read so."""
+"""The table "Settings for common formats" in docs/data.md: each row, as it says, is read so."""
 
 import json
 import re
@@ -47,11 +47,11 @@ SHAPES = {
         },
     ),
     "GSM8K as published": Shape("jsonl", {"question": ASKED, "answer": SOLVED}),
-    "OpenR1-Math, to reinforce": Shape(
+    "OpenR1-Math, reinforcement learning": Shape(
         "parquet",
         {"problem": ASKED, "solution": SOLVED, "answer": "42", "messages": CHAT + TURN},
     ),
-    "OpenR1-Math, to teach": Shape(
+    "OpenR1-Math, supervised": Shape(
         "parquet",
         {"problem": ASKED, "solution": SOLVED, "answer": "42", "messages": CHAT + TURN},
         SOLVED,
@@ -93,7 +93,7 @@ SHAPES = {
 def table() -> dict[str, str]:
     """The settings of each row of the table in the docs."""
     text = DOCS.read_text()
-    part = text[text.index("## What people's files look like") :]
+    part = text[text.index("## Settings for common formats") :]
     rows = re.findall(r"^\| ([^|]+) \| (?:`([^|]*)`|([^`|]+)) \|", part, re.MULTILINE)
     found = {name: settings or words for name, settings, words in rows}
     return {name: settings for name, settings in found.items() if name in SHAPES}
@@ -132,7 +132,7 @@ def test_a_shape_is_read_with_the_settings_of_the_docs(name, tmp_path, tokenizer
     assert problem.answer == shape.answer
 
 
-@pytest.mark.parametrize("name", ["verl, GSM8K", "verl, DAPO-Math-17k", "OpenR1-Math, to teach"])
+@pytest.mark.parametrize("name", ["verl, GSM8K", "verl, DAPO-Math-17k", "OpenR1-Math, supervised"])
 def test_a_shape_is_not_read_wrongly_without_settings(name, tmp_path, tokenizer):
     shape = SHAPES[name]
     path = tmp_path / "train.parquet"
