@@ -103,7 +103,7 @@ def interrupted(error: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if was_terminated else signal.SIGINT)
 
 
-def fail(what: str, error: Exception, status: int) -> int:
+def fail(summary_line: str, error: Exception, status: int) -> int:
     """Say why in the terminal: an error that was not written for users with its class."""
     if os.environ.get("RLTRAIN_DEBUG") == "1":
         raise error
@@ -111,7 +111,7 @@ def fail(what: str, error: Exception, status: int) -> int:
     text = redacted_text(str(error), os.environ)
     if not isinstance(error, ValueError | RuntimeError | OSError):
         text = f"{type(error).__name__}: {text}"
-    sys.stderr.write(f"rltrain: {what}\n  {text.replace(chr(10), chr(10) + '  ')}\n")
+    sys.stderr.write(f"rltrain: {summary_line}\n  {text.replace(chr(10), chr(10) + '  ')}\n")
     return status
 
 

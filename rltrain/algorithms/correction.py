@@ -54,8 +54,8 @@ def correct(
         return Correction(weights.float(), kept, metrics)
     if config.weight != "none":
         raw = _ratio(log_rho, mask, seq_lens, config.weight)
-        weights, found = _bounded(raw, mask, config)
-        metrics |= found | _weight_metrics(weights, mask, seq_lens)
+        weights, bound_metrics = _bounded(raw, mask, config)
+        metrics |= bound_metrics | _weight_metrics(weights, mask, seq_lens)
     if config.reject != "none":
         raw = _ratio(log_rho, mask, seq_lens, config.reject)
         rejected = mask & ~((raw >= config.reject_min) & (raw <= config.reject_max))
@@ -74,13 +74,13 @@ def _ratio(log_rho: Tensor, mask: Tensor, seq_lens: Tensor, form: str) -> Tensor
         return log_rho.exp()
     if form == "sequence":
         sums = sequence_sum(log_rho, seq_lens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        found = sums.exp()
+        ratios = sums.exp()
     elif form == "geometric":
-        found = sequence_mean(log_rho, mask, seq_lens).exp()
+        ratios = sequence_mean(log_rho, mask, seq_lens).exp()
     else:
         assert form == "k3"
-        found = sequence_mean(log_rho.expm1() - log_rho, mask, seq_lens)
-    return found[sequence_of(seq_lens)]
+        ratios = sequence_mean(log_rho.expm1() - log_rho, mask, seq_lens)
+    return ratios[sequence_of(seq_lens)]
 
 
 def _bounded(

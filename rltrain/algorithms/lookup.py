@@ -30,13 +30,13 @@ def find_by_name(
             f"package.module.name; the nearest is {near}"
         )
     try:
-        found: Part = getattr(import_module(path), attribute)
+        part: Part = getattr(import_module(path), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{kind}={name}: expected {attribute} in a module {path} that can be imported, found: "
             f"{error}. Is its folder on PYTHONPATH?"
         ) from error
-    if not (callable(found) if of is None else isinstance(found, of)):
+    if not (callable(part) if of is None else isinstance(part, of)):
         expected = "a function" if of is None else of.__name__
-        raise ValueError(f"{kind}={name}: expected {expected}, found {type(found).__name__}")
-    return found
+        raise ValueError(f"{kind}={name}: expected {expected}, found {type(part).__name__}")
+    return part

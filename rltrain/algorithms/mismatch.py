@@ -145,9 +145,9 @@ def _median(values: Tensor) -> Tensor:
     return (ordered[middle] + ordered[-middle - 1]) / 2
 
 
-def _require_mask(name: str, given: Tensor, mask: Tensor) -> None:
-    if given.dtype != torch.bool or given.shape != mask.shape:
+def _require_mask(name: str, checked: Tensor, mask: Tensor) -> None:
+    if checked.dtype != torch.bool or checked.shape != mask.shape:
         raise ValueError(
-            f"{name}: expected bool of shape {tuple(mask.shape)}, found {given.dtype} of shape "
-            f"{tuple(given.shape)}"
+            f"{name}: expected bool of shape {tuple(mask.shape)}, found {checked.dtype} of shape "
+            f"{tuple(checked.shape)}"
         )

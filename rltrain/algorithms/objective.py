@@ -64,20 +64,23 @@ def policy_objective(
         sequence_mean=sequence_mean,
         config=config,
     )
-    found = require_token_loss(find_loss(config.loss)(inputs), inputs)
+    token_loss = require_token_loss(find_loss(config.loss)(inputs), inputs)
     log_r = inputs.log_ratio.detach()
-    corrected = found.loss
+    corrected = token_loss.loss
     if targets.correction_weights is not None:
-        corrected = _where(counted, targets.correction_weights) * found.loss
+        corrected = _where(counted, targets.correction_weights) * token_loss.loss
     policy_loss = loss = weighted_sum(weights, corrected)
     totals = {
         "tokens": counted,
-        "ratio": found.ratio,
+        "ratio": token_loss.ratio,
         "kl": log_r.expm1() - log_r,
         "entropy": entropy,
         # What is not a number is beyond all of them.
-        **{f"ratio_beyond/{x:g}": ~(found.ratio.detach().log().abs() <= x) for x in RATIO_STEPS},
-        **{f"stat/{name}": value for name, value in found.stats.items()},
+        **{
+            f"ratio_beyond/{x:g}": ~(token_loss.ratio.detach().log().abs() <= x)
+            for x in RATIO_STEPS
+        },
+        **{f"stat/{name}": value for name, value in token_loss.stats.items()},
     }
     if targets.ref_logprobs is not None:
         ref_logprobs = _where(counted, targets.ref_logprobs)
@@ -88,7 +91,7 @@ def policy_objective(
     if config.entropy_coef:
         loss = loss - config.entropy_coef * weighted_sum(weights, entropy)
     sums = {"loss": loss.detach(), "policy_loss": policy_loss.detach()}
-    ratio = found.ratio.detach()
+    ratio = token_loss.ratio.detach()
     return loss, Sums(
         totals=sums | {name: _total(counted, x) for name, x in totals.items()},
         maxima={

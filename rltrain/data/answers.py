@@ -79,8 +79,8 @@ def _search(value: object, name: str, pattern: str) -> str:
             f"the answer is {_article(kind_of(value))}",
             f"column {name!r}: data.answer_pattern searches text",
         )
-    found = list(re.finditer(pattern, value))
-    if not found or (text := found[-1][found[-1].re.groups]) is None:
+    matches = list(re.finditer(pattern, value))
+    if not matches or (text := matches[-1][matches[-1].re.groups]) is None:
         raise BadRow(
             "data.answer_pattern finds no answer",
             f"column {name!r} ends in {value[-60:]!r}, the pattern is {pattern!r}",

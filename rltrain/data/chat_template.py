@@ -74,13 +74,13 @@ def check_arguments(template: str, arguments: Iterable[str]) -> None:
         if name not in known:
             ours = {"messages", "add_generation_prompt", CLOCK, "raise_exception", "namespace"}
             others = ", ".join(sorted(known - ours - {"bos_token", "eos_token"})) or "none"
-            what = (
+            source = (
                 "data.tools_column gives it tools"
                 if name == "tools"
                 else f"data.template_args.{name}"
             )
             raise ValueError(
-                f"the model's chat template does not read {name!r}, and {what}: it would have no "
+                f"the model's chat template does not read {name!r}, and {source}: it would have no "
                 f"effect. Arguments that it reads: {others}"
             )
 

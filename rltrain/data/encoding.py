@@ -24,7 +24,7 @@ Made = tuple[tuple[Problem, ...], SourceReport]
 
 
 def encode_rows(
-    found: Iterable[SourceRow],
+    rows: Iterable[SourceRow],
     config: DataConfig,
     tokenizer: Tokenizer,
     where: str,
@@ -41,7 +41,7 @@ def encode_rows(
     """
     tally = Tally(config.on_bad_row == "drop")
     reading = Reading(config, rule, tally, where)
-    reading.read(found)
+    reading.read(rows)
     entries = list(reading.entries.values())
     problems: dict[str, list[tuple[DistinctExample, Problem]]] = {}
     for entry, encoded in zip(entries, _encode(entries, config, tokenizer, where), strict=True):
@@ -125,21 +125,21 @@ def _judgeable(
     Of a prompt with several answers it is not known which to judge by: it is left out with all of
     its rows, or ends the run.
     """
-    for found in problems.values():
-        by_answer = {entry.answered: problem for entry, problem in reversed(found)}
+    for same_prompt in problems.values():
+        by_answer = {entry.answered: problem for entry, problem in reversed(same_prompt)}
         if len(by_answer) == 1 or rule == "supervised":
             yield from reversed(by_answer.values())
             continue
         if rule == "scored":
-            yield found[0][1]
+            yield same_prompt[0][1]
             continue
-        (first, problem), (second, other) = found[0], found[-1]
+        (first, problem), (second, other) = same_prompt[0], same_prompt[-1]
         error = BadRow(
             "a prompt has several answers",
             f"{shorten(problem.prompt)!r} is answered {shorten(str(problem.answer), 40)!r} here, "
             f"{shorten(str(other.answer), 40)!r} in {second.example.where}",
         )
-        tally.bad(first.example.where, error, sum(entry.count for entry, _ in found))
+        tally.bad(first.example.where, error, sum(entry.count for entry, _ in same_prompt))
 
 
 def log_report(report: SourceReport) -> None:

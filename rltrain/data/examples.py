@@ -153,11 +153,11 @@ def _others(row: Mapping[str, Any], config: DataConfig) -> dict[str, Json]:
     for name, value in row.items():
         if name in used:
             continue
-        given = f"{RENAMED}{name}" if name in RESERVED_COLUMNS else name
-        if given != name and given in row:
+        argument = f"{RENAMED}{name}" if name in RESERVED_COLUMNS else name
+        if argument != name and argument in row:
             raise BadRow(
-                f"the row has columns {name!r} and {given!r}",
+                f"the row has columns {name!r} and {argument!r}",
                 "reward functions get the first under the second's name: rename one",
             )
-        others[given] = as_json(value, name)
+        others[argument] = as_json(value, name)
     return others

@@ -26,13 +26,13 @@ def saved_dataset(folder: Path, split: str, name: str | None) -> Iterator[Any] |
     from datasets import DatasetDict, load_from_disk
 
     try:
-        found = load_from_disk(str(folder))
+        dataset = load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} cannot be read as a saved dataset: {error}") from error
-    if isinstance(found, DatasetDict):
-        _check_split(folder, split, found)
-        found = found[split]
-    tables: Iterator[Any] = found.with_format("arrow").iter(batch_size=BATCH)
+    if isinstance(dataset, DatasetDict):
+        _check_split(folder, split, dataset)
+        dataset = dataset[split]
+    tables: Iterator[Any] = dataset.with_format("arrow").iter(batch_size=BATCH)
     return tables
 
 
@@ -49,9 +49,9 @@ def split_files(folder: Path, split: str, name: str | None) -> list[Path]:
     try:
         names = get_dataset_config_names(str(folder))
         if len(names) > 1 and name not in names and not (name is None and "default" in names):
-            found = "none is chosen" if name is None else f"{name} is none of them"
+            choice = "none is chosen" if name is None else f"{name} is none of them"
             raise ValueError(
-                f"{folder} has the configurations {', '.join(names)} and {found}: set data.name"
+                f"{folder} has the configurations {', '.join(names)} and {choice}: set data.name"
             )
         data_files = load_dataset_builder(str(folder), name=name).config.data_files
     except (OSError, DatasetsError) as error:
@@ -74,9 +74,9 @@ def split_files(folder: Path, split: str, name: str | None) -> list[Path]:
     return files
 
 
-def _check_split(folder: Path, split: str, found: Any) -> None:
-    if split not in found:
-        raise ValueError(f"{folder} has no split {split!r} but {', '.join(found)}: set data.split")
+def _check_split(folder: Path, split: str, splits: Any) -> None:
+    if split not in splits:
+        raise ValueError(f"{folder} has no split {split!r} but {', '.join(splits)}: set data.split")
 
 
 def _check_file(file: Path, folder: Path) -> None:

@@ -37,9 +37,9 @@ def read_prompt(value: object, name: str, filled: bool = False) -> str | Message
     if isinstance(value, str):
         return _read_text(value, name)
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else describe_value(value)
+        kind = "an empty list" if value == [] else describe_value(value)
         raise BadRow(
-            "the prompt is neither text nor messages", f"column {name!r}: {EXPECTED}, found {found}"
+            "the prompt is neither text nor messages", f"column {name!r}: {EXPECTED}, found {kind}"
         )
     items = without_null(value) if filled else value
     return [_read_message(item, f"{name}.{number}") for number, item in enumerate(items)]
@@ -86,26 +86,26 @@ def _read_message(value: object, name: str) -> dict[str, Any]:
         raise BadRow(
             "a message is no object", f"column {name!r}: {EXPECTED}, found {describe_value(value)}"
         )
-    given = {key: item for key, item in value.items() if item is not None}
-    if "role" not in given and "from" in given and "content" not in given:
-        role = given.pop("from")
-        given = {
+    members = {key: item for key, item in value.items() if item is not None}
+    if "role" not in members and "from" in members and "content" not in members:
+        role = members.pop("from")
+        members = {
             "role": SHARE_GPT.get(str(role), role),
-            "content": given.pop("value", None),
-        } | given
-    role = given.pop("role", None)
+            "content": members.pop("value", None),
+        } | members
+    role = members.pop("role", None)
     if role not in ROLES:
-        found = "no role" if role is None else f"the role {role!r}"
+        role_found = "no role" if role is None else f"the role {role!r}"
         raise BadRow(
             "a message has an unknown role",
-            f"column {name!r} has {found}, expected one of {', '.join(ROLES)} (human and gpt in "
-            "messages with from and value)",
+            f"column {name!r} has {role_found}, expected one of {', '.join(ROLES)} (human and gpt "
+            "in messages with from and value)",
         )
-    calls = role == "assistant" and bool(given.get("tool_calls"))
-    content = _content(given.pop("content", "" if calls else None), f"{name}.content")
+    calls = role == "assistant" and bool(members.get("tool_calls"))
+    content = _content(members.pop("content", "" if calls else None), f"{name}.content")
     if role == "user" and not content.strip():
         raise BadRow("a message is empty", f"column {f'{name}.content'!r} is {content!r}")
-    return {"role": role, "content": content, **as_json(given, name)}
+    return {"role": role, "content": content, **as_json(members, name)}
 
 
 def _content(content: object, name: str) -> str:
@@ -123,11 +123,11 @@ def _content(content: object, name: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
-            what = f"a part of type {kind!r}" if kind is not None else str(part)[:60]
+            described = f"a part of type {kind!r}" if kind is not None else str(part)[:60]
             raise BadRow(
                 "a part of a message is no text",
-                f"column {f'{name}.{number}'!r} is {what}: rltrain trains on text alone; expected "
-                "{'type': 'text', 'text': '...'}",
+                f"column {f'{name}.{number}'!r} is {described}: rltrain trains on text alone; "
+                "expected {'type': 'text', 'text': '...'}",
             )
         texts.append(_prompt_text(text, f"{name}.{number}.text"))
     return "".join(texts)

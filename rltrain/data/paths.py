@@ -54,7 +54,7 @@ def find_files(source: str, path: str, key: str = "data.path") -> list[Path]:
         )
     where = Path(path).expanduser()
     if source != "huggingface" and glob.has_magic(path) and not os.path.lexists(where):
-        files = [Path(found) for found in sorted(glob.glob(str(where), recursive=True))]
+        files = [Path(name) for name in sorted(glob.glob(str(where), recursive=True))]
         if not files:
             raise ValueError(f"{key}={path}: no file matches this pattern{_from_here(where)}")
     else:

@@ -85,8 +85,8 @@ def _arithmetic(
     rows_of = arithmetic_rows(num_warm_start, config.eval_size, config.size, config.seed)
     for name, rows in rows_of.items():
         if rows:
-            found = numbered(rows, f"arithmetic, {name}")
-            parts[name], report = encode_rows(found, generated, tokenizer, name, "compared")
+            source_rows = numbered(rows, f"arithmetic, {name}")
+            parts[name], report = encode_rows(source_rows, generated, tokenizer, name, "compared")
             reports.append(report)
     held_out = parts.get("held_out", ())[:num_held_out]
     if config.eval_on_train:

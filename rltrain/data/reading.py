@@ -58,7 +58,7 @@ class Reading:
     entries: dict[tuple[bytes, bytes], DistinctExample] = field(default_factory=dict)
     kinds: dict[str, dict[str, None]] = field(default_factory=dict)
 
-    def read(self, found: Iterable[SourceRow]) -> None:
+    def read(self, rows: Iterable[SourceRow]) -> None:
         """Read all rows.
 
         Raises:
@@ -66,7 +66,7 @@ class Reading:
         """
         outcomes: list[DistinctExample | BadRow] = []  # of the rows of one file
         due = time.monotonic() + LOG_EVERY_S
-        for at in found:
+        for at in rows:
             if at.number == 0:
                 outcomes = []
             self.num_rows += 1

@@ -22,19 +22,21 @@ def with_targets(
     Raises:
         ValueError: an answer that is not text, or one that is too long; says of which row.
     """
-    found = [replace(p, target_tokens=encode_response(_text(p), tokenizer)) for p in problems]
-    kept = tuple(p for p in found if len(p.target_tokens) <= max_tokens)
-    if len(kept) == len(found):
+    encoded = [replace(p, target_tokens=encode_response(_text(p), tokenizer)) for p in problems]
+    kept = tuple(p for p in encoded if len(p.target_tokens) <= max_tokens)
+    if len(kept) == len(encoded):
         return kept
     if config.on_long_prompt == "error" or not kept:
-        long = next(p for p in found if len(p.target_tokens) > max_tokens)
+        long = next(p for p in encoded if len(p.target_tokens) > max_tokens)
         raise ValueError(
             f"{_place(long)} has {len(long.target_tokens)} tokens, its end-of-sequence token "
-            f"counted, and rollout.max_response_tokens is {max_tokens} ({len(found) - len(kept)} "
-            f"of {len(found)} answers are longer): raise it, or set data.on_long_prompt=drop to "
+            f"counted, and rollout.max_response_tokens is {max_tokens} ({len(encoded) - len(kept)} "
+            f"of {len(encoded)} answers are longer): raise it, or set data.on_long_prompt=drop to "
             "leave such rows out"
         )
-    logger.warning("left out %d of %d rows with a long answer", len(found) - len(kept), len(found))
+    logger.warning(
+        "left out %d of %d rows with a long answer", len(encoded) - len(kept), len(encoded)
+    )
     return kept
 
 

@@ -48,11 +48,11 @@ def check_vocabulary(
 def check_ids(ids: Sequence[int], rows: int, where: str, tokenizer: Any = None) -> None:
     """ValueError for the first id that has no row of the embedding."""
     if ids and not (min(ids) >= 0 and max(ids) < rows):
-        at, found = next((at, i) for at, i in enumerate(ids) if not 0 <= i < rows)
-        token = "" if tokenizer is None else f" {tokenizer.convert_ids_to_tokens([found])[0]!r}"
+        at, token_id = next((at, i) for at, i in enumerate(ids) if not 0 <= i < rows)
+        token = "" if tokenizer is None else f" {tokenizer.convert_ids_to_tokens([token_id])[0]!r}"
         raise ValueError(
-            f"{where}: token {at} has id {found}{token}, and the model's embedding has {rows} rows "
-            f"(ids 0 to {rows - 1}, vocab_size in config.json). {_RESIZE}"
+            f"{where}: token {at} has id {token_id}{token}, and the model's embedding has {rows} "
+            f"rows (ids 0 to {rows - 1}, vocab_size in config.json). {_RESIZE}"
         )
 
 
@@ -65,14 +65,14 @@ def check_special_ids(tokenizer: Any, folder: Path | None, rows: int, *, supervi
     named = {("the tokenizer", n): getattr(tokenizer, n) for n in _SPECIAL}
     if folder is not None:
         for file in ("generation_config.json", "config.json"):
-            found = _read(folder / file)
-            named |= {(f"{folder / file}", n): found.get(n) for n in _SPECIAL}
+            content = _read(folder / file)
+            named |= {(f"{folder / file}", n): content.get(n) for n in _SPECIAL}
     for (where, name), value in named.items():
-        for found in value if isinstance(value, list) else [value]:
-            no_padding = name == "pad_token_id" and found == -1  # what older folders write for none
-            if found is None or no_padding:
+        for token_id in value if isinstance(value, list) else [value]:
+            # Older folders write -1 for no padding token.
+            if token_id is None or (name == "pad_token_id" and token_id == -1):
                 continue
-            if type(found) is not int or not 0 <= found < rows:
+            if type(token_id) is not int or not 0 <= token_id < rows:
                 raise ValueError(
                     f"{where}: {name}={value!r}: expected ids from 0 to {rows - 1}, the rows of "
                     "the model's embedding (vocab_size in config.json)"
@@ -89,9 +89,9 @@ def _read(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content

@@ -49,18 +49,18 @@ def parse_answer(answer: str) -> list[Any]:
     Raises:
         ValueError: there is no mathematics in it, or math-verify would leave a part of it out.
     """
-    given = answer.strip()
-    if _WORDS.fullmatch(given):  # such as "no solution": not a product of letters
-        given = rf"\text{{{given}}}"
-    found = _parse(given)
-    if not found or isinstance(found[0], str):
+    text = answer.strip()
+    if _WORDS.fullmatch(text):  # such as "no solution": not a product of letters
+        text = rf"\text{{{text}}}"
+    parsed = _parse(text)
+    if not parsed or isinstance(parsed[0], str):
         raise ValueError(f"math-verify finds no mathematics in the answer {answer!r}: {ADVICE}")
-    if unread := _unread(_plain_numbers(given), found[0]):
+    if unread := _unread(_plain_numbers(text), parsed[0]):
         raise ValueError(
-            f"math-verify reads the answer {answer!r} as {found[0]} and leaves out {unread!r}: "
+            f"math-verify reads the answer {answer!r} as {parsed[0]} and leaves out {unread!r}: "
             f"{ADVICE}"
         )
-    return found
+    return parsed
 
 
 ADVICE = (
@@ -76,8 +76,8 @@ def _parse(text: str) -> list[Any]:
     text = _plain_numbers(text)
     if _is_bare(text):
         text = f"${text.replace('$', '')}$"
-    found: list[Any] = parse(text, parsing_timeout=None)
-    return found
+    parsed: list[Any] = parse(text, parsing_timeout=None)
+    return parsed
 
 
 def _plain_numbers(text: str) -> str:
@@ -87,11 +87,11 @@ def _plain_numbers(text: str) -> str:
     text = text.strip().replace("\u2212", "-").replace(r"\%", "%").replace(r"\$", "")
     text = re.sub(r"[\u20ac\u00a3\u00a5](?=\s*-?\d)", "", text)
     text = re.sub(r"(?<=\d)_(?=\d{3}(?!\d))", "", text)
-    text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = re.sub(r"(?<=\d)\*\*(?=\d)", "^", text)
     text = _MIXED.sub(_improper, text)
-    text = _SCIENTIFIC.sub(lambda found: _shifted(found[1], int(found[2])), text)
-    text = _SCALED.sub(lambda found: _shifted(found[1], SCALES[found[2]]), text)
+    text = _SCIENTIFIC.sub(lambda match: _shifted(match[1], int(match[2])), text)
+    text = _SCALED.sub(lambda match: _shifted(match[1], SCALES[match[2]]), text)
     text = _COMPOUND_UNIT.sub("", text)
     text = _POWER_UNIT.sub("", text)
     text = _BOXED_STOP.sub(r"\1}", text)
@@ -131,5 +131,5 @@ def _unread(text: str, expression: object) -> str:
     return ""
 
 
-def _same(found: list[Any], expression: object) -> bool:
-    return bool(found) and str(found[0]) == str(expression)
+def _same(parsed: list[Any], expression: object) -> bool:
+    return bool(parsed) and str(parsed[0]) == str(expression)

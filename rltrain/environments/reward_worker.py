@@ -41,8 +41,8 @@ def serve(connection: socket.socket, name: str) -> None:
     for line in connection.makefile("rb"):
         say({"began": time.monotonic()})
         for sample in json.loads(line):
-            found = score_sample(reward, sample["response"], sample["answer"], sample["columns"])
-            say({"sample": sample["number"], "clock": time.monotonic(), **found})
+            outcome = score_sample(reward, sample["response"], sample["answer"], sample["columns"])
+            say({"sample": sample["number"], "clock": time.monotonic(), **outcome})
 
 
 def score_sample(
@@ -50,10 +50,10 @@ def score_sample(
 ) -> dict[str, Any]:
     """``reward`` and ``correct``, or ``error``: what happened and where."""
     try:
-        found = judgement(reward(response, answer, **columns))
+        result = judgement(reward(response, answer, **columns))
     except BaseException as error:  # the user's function may raise anything, and exit, too
         return {"error": _described(error)[:LONGEST_DETAIL]}
-    return {"reward": found.reward, "correct": found.correct}
+    return {"reward": result.reward, "correct": result.correct}
 
 
 def _described(error: BaseException) -> str:

@@ -128,12 +128,12 @@ def reasoning_gym(response: str, answer: object, **columns: Any) -> float:
             f"expected column metadata with source_dataset, found {sorted(columns)}"
         ) from None
     tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    given = (tagged[-1] if tagged else response).strip()
+    given_answer = (tagged[-1] if tagged else response).strip()
     metadata = columns["metadata"]
     if task in COMPARES_TUPLES:
         metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
     entry = {"question": columns["question"], "answer": answer, "metadata": metadata}
-    return float(get_score_answer_fn(task)(given, entry))
+    return float(get_score_answer_fn(task)(given_answer, entry))
 
 
 reasoning_gym.success_at = 1.0  # type: ignore[attr-defined]

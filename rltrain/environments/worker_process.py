@@ -67,19 +67,19 @@ class WorkerProcess:
             return []
         self._write()
         ended = self._has_ended()  # asked first: what it said before is then read
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         for _ in range(MOST_PIECES):
             self._received += self._read()
             *lines, rest = self._received.split(b"\n")
             self._received = rest
-            found += [message for line in lines if (message := self._parsed(line)) is not None]
+            messages += [message for line in lines if (message := self._parsed(line)) is not None]
             if len(self._received) > LONGEST_LINE:
                 self.fault = f"its process wrote a message of more than {LONGEST_LINE} bytes"
             if self.fault or not self.has_message():
                 break
         if self.fault or ended:
             self._end()
-        return found
+        return messages
 
     def has_message(self) -> bool:
         return not self.fault and _ready([(self.socket, select.POLLIN)], 0.0)
@@ -164,6 +164,6 @@ def wait(processes: Sequence[WorkerProcess], seconds: float) -> None:
 
 def _ready(watched: Sequence[tuple[socket.socket, int]], seconds: float) -> bool:
     poll = select.poll()  # unlike select.select, for any number of open files
-    for each, events in watched:
-        poll.register(each, events)
+    for connection, events in watched:
+        poll.register(connection, events)
     return bool(poll.poll(1000 * seconds))

@@ -29,7 +29,7 @@ class Deficits(NamedTuple):
     """Of the experts that a router was given, against its own choice."""
 
     experts: Tensor  # the given ones, int64  # [S, K]
-    given: Tensor  # the bin of each one's deficit, uint8  # [S, K]
+    bins: Tensor  # the bin of the deficit of each expert, uint8  # [S, K]
     runners_up: Tensor  # of the best experts outside the native choice, uint8  # [S, M]
     """Bin of the distance below the weakest chosen expert, plus `REPLAYED` if it was given."""
     spread: Tensor  # standard deviation of the logits over experts, fp32  # [S]
@@ -77,12 +77,12 @@ def deficits(
         group_slopes = None if slopes is None else score_groups(slopes, num_groups, best) / best
         last = _gather(of_groups.topk(group_topk, dim=1), group_topk - 1)
         of_group = _below(last, of_groups, groups, group_slopes) / best
-        given = torch.maximum(_below(weakest, scores, experts, slopes), of_group)
+        deficit = torch.maximum(_below(weakest, scores, experts, slopes), of_group)
         ranked = within_groups(scores, of_groups, group_topk).topk(count, dim=1)
         same_groups = (of_group == 0).all(1, keepdim=True)
     else:
         ranked = scores.topk(count, dim=1)
-        given = _below(_gather(ranked, k - 1), scores, experts, slopes)
+        deficit = _below(_gather(ranked, k - 1), scores, experts, slopes)
         same_groups = None
     after = ranked.indices[:, k:]
     distance = _below(_gather(ranked, k - 1), scores, after, slopes)
@@ -92,14 +92,14 @@ def deficits(
     if same_groups is not None:
         was_given &= same_groups
     runners_up = bins(distance).clamp_min(1) + was_given.to(torch.uint8) * REPLAYED
-    return Deficits(experts, bins(given), runners_up, logits.std(dim=1, unbiased=False))
+    return Deficits(experts, bins(deficit), runners_up, logits.std(dim=1, unbiased=False))
 
 
 def bins(deficits: Tensor) -> Tensor:
     """The bin of each deficit, 0 for 0; NaN lies in the last.  # float, uint8"""
     octaves = torch.nan_to_num(deficits, nan=torch.inf).log2()
-    found = ((octaves - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).floor().clamp(0, NUM_BINS - 2) + 1
-    return torch.where(deficits == 0, 0, found).to(torch.uint8)
+    numbers = ((octaves - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).floor().clamp(0, NUM_BINS - 2) + 1
+    return torch.where(deficits == 0, 0, numbers).to(torch.uint8)
 
 
 def upper_edges() -> Tensor:
@@ -110,9 +110,9 @@ def upper_edges() -> Tensor:
     return edges
 
 
-def _gather(found: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+def _gather(top: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
     """Score and index at one rank of a top-k.  # [S, 1] each"""
-    values, indices = found
+    values, indices = top
     return values[:, rank : rank + 1], indices[:, rank : rank + 1]
 
 

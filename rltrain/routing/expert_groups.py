@@ -10,8 +10,8 @@ BEST_OF_GROUP = {"softmax": 1, "sigmoid": 2}
 
 def score_groups(scores: Tensor, num_groups: int, best: int) -> Tensor:
     """The sum of the ``best`` largest scores of each group.  # [S, E] -> [S, groups]"""
-    found: Tensor = scores.unflatten(1, (num_groups, -1)).topk(best, dim=-1).values.sum(-1)
-    return found
+    sums: Tensor = scores.unflatten(1, (num_groups, -1)).topk(best, dim=-1).values.sum(-1)
+    return sums
 
 
 def within_groups(scores: Tensor, of_groups: Tensor, group_topk: int) -> Tensor:

@@ -42,9 +42,11 @@ def sum_flips(parts: Sequence[LayerFlips]) -> LayerFlips:
 
 def join_flips(parts: Sequence[WideFlips]) -> WideFlips:
     """Of other rows and layers, in order of row and layer."""
-    found = {f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(WideFlips)}
-    order = np.lexsort((found["columns"], found["layers"], found["rows"]))
-    return WideFlips(**{name: values[order] for name, values in found.items()})
+    joined = {
+        f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(WideFlips)
+    }
+    order = np.lexsort((joined["columns"], joined["layers"], joined["rows"]))
+    return WideFlips(**{name: values[order] for name, values in joined.items()})
 
 
 def judged_rows(route_mask: Tensor, seq_lens: Tensor) -> Tensor:

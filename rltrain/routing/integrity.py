@@ -46,7 +46,7 @@ class CheckedRoutes:
 
 class _Fault(NamedTuple):
     rows: Any  # which of the sample's rows cannot be used: an index of the row dim
-    what: str  # begins with where, or with a colon
+    message: str  # begins with where, or with a colon
 
 
 def check_routes(
@@ -78,7 +78,7 @@ def check_routes(
         _add_top_1_zeros(examined, tokens, shape)
     checked = []
     for sample, ids_of, (ids, faults) in zip(samples, tokens, examined, strict=True):
-        messages = tuple(f"{source}, {sample}{fault.what}" for fault in faults)
+        messages = tuple(f"{source}, {sample}{fault.message}" for fault in faults)
         if faults and fallback == "error":
             raise ValueError(messages[0])
         unusable = np.zeros(len(ids_of) - 1, dtype=bool)
@@ -97,10 +97,10 @@ def _examine(
     """The rows that are there, by layer with a router, and what is wrong."""
     rows = len(tokens) - 1
     expected = (rows, shape.num_layers, shape.experts_per_token)
-    found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
+    form_found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
     form = (
         ": expected integer routes of (tokens - 1, layers, experts per token) = "
-        f"{expected}, found {'none' if array is None else found}"
+        f"{expected}, found {'none' if array is None else form_found}"
     )
     if (
         not isinstance(array, np.ndarray)
@@ -141,12 +141,12 @@ def _malformed(ids: RouteIds, shape: RouteShape) -> Iterator[_Fault]:
         yield _fault_at(twice, ids, shape, f"expected {shape.experts_per_token} distinct experts")
 
 
-def _fault_at(bad: NDArray[np.bool_], ids: RouteIds, shape: RouteShape, what: str) -> _Fault:
+def _fault_at(bad: NDArray[np.bool_], ids: RouteIds, shape: RouteShape, problem: str) -> _Fault:
     """The rows where ``bad`` [rows, L] holds in any layer; the first is named."""
     row, layer = np.argwhere(bad)[0]
     where = f", row {row}, layer {shape.moe_layers[layer]}"
     return _Fault(
-        np.flatnonzero(bad.any(axis=1)), f"{where}: {what}, found {ids[row, layer].tolist()}"
+        np.flatnonzero(bad.any(axis=1)), f"{where}: {problem}, found {ids[row, layer].tolist()}"
     )
 
 
@@ -157,8 +157,8 @@ def _zeros(ids: RouteIds) -> list[int]:
 
 
 def _layers_of_zeros(layers: Iterable[int], shape: RouteShape) -> list[_Fault]:
-    what = "every row of this layer is zero, so it was not captured"
-    return [_Fault(slice(None), f", layer {shape.moe_layers[n]}: {what}") for n in layers]
+    message = "every row of this layer is zero, so it was not captured"
+    return [_Fault(slice(None), f", layer {shape.moe_layers[n]}: {message}") for n in layers]
 
 
 def _add_top_1_zeros(
@@ -171,10 +171,10 @@ def _add_top_1_zeros(
     if not any(zeros):
         return
     read = [set(t[: len(ids)]) for t, (ids, _) in zip(tokens, examined, strict=True)]
-    everywhere = set.intersection(*(z for z, own in zip(zeros, read, strict=True) if own))
+    everywhere = set.intersection(*(z for z, ids in zip(zeros, read, strict=True) if ids))
     many = len(set().union(*read)) >= CHANCE_TOKENS
-    for (_, faults), own, layers in zip(examined, read, zeros, strict=True):
-        bad = layers if len(own) >= CHANCE_TOKENS else layers & everywhere if many else ()
+    for (_, faults), ids, layers in zip(examined, read, zeros, strict=True):
+        bad = layers if len(ids) >= CHANCE_TOKENS else layers & everywhere if many else ()
         faults += _layers_of_zeros(sorted(bad), shape)
 
 

@@ -62,11 +62,11 @@ class Finding:
     @property
     def inside(self) -> NDArray[np.bool_]:
         """Which wide flips lie in it.  # [W]"""
-        found: NDArray[np.bool_] = self.cells == self.cell
-        return found
+        is_inside: NDArray[np.bool_] = self.cells == self.cell
+        return is_inside
 
 
-class _Places(NamedTuple):
+class _RowPositions(NamedTuple):
     """Where rows lie."""
 
     sample: Ints
@@ -78,7 +78,7 @@ class _Places(NamedTuple):
 class _RowAxis:
     """An axis on which all layers of a row lie in one cell."""
 
-    cell: Callable[[_Places], Ints]  # -1 for none
+    cell: Callable[[_RowPositions], Ints]  # -1 for none
     num_cells: int
     least_share: float
     name: Callable[[int], str]
@@ -94,7 +94,7 @@ class _Axis:
     name: Callable[[int], str]
 
 
-def systematic(flips: WideFlips, case: JudgedStep) -> list[Finding]:
+def systematic(flips: WideFlips, step: JudgedStep) -> list[Finding]:
     """The cells that fail, the one that says most first.
 
     A cell fails where the share of its rows that are wide reaches the axis' least share, and so
@@ -103,9 +103,9 @@ def systematic(flips: WideFlips, case: JudgedStep) -> list[Finding]:
     """
     if not len(flips.rows):
         return []
-    axes = list(_axes(flips, case))
+    axes = list(_axes(flips, step))
     limit = log_limit(sum(axis.num_cells for axis in axes))
-    contexts, found = None, []
+    contexts, findings = None, []
     for axis in axes:
         total = int((axis.cells != AGAIN).sum())
         counts = np.bincount(axis.cells[axis.cells >= 0], minlength=axis.num_cells)
@@ -114,7 +114,7 @@ def systematic(flips: WideFlips, case: JudgedStep) -> list[Finding]:
         sizes = axis.sizes()
         if not fails(counts, counts, sizes, axis.least_share, limit).any():
             continue
-        contexts = _contexts(flips, case) if contexts is None else contexts
+        contexts = _contexts(flips, step) if contexts is None else contexts
         inside = axis.cells >= 0
         pairs = np.unique(axis.cells[inside] * len(contexts) + contexts[inside])
         distinct = np.bincount(pairs // len(contexts), minlength=axis.num_cells)
@@ -123,20 +123,20 @@ def systematic(flips: WideFlips, case: JudgedStep) -> list[Finding]:
         ).tolist():
             count, size = int(counts[cell]), int(sizes[cell])
             fit = 2 * count / (size + total)
-            found.append(Finding(axis.name(cell), count, size, fit, axis.cells, cell))
-    return _ordered(found)
+            findings.append(Finding(axis.name(cell), count, size, fit, axis.cells, cell))
+    return _ordered(findings)
 
 
-def _ordered(found: list[Finding]) -> list[Finding]:
+def _ordered(findings: list[Finding]) -> list[Finding]:
     """Best fit first; of several that fit alike, the smallest, and of equal ones the last axis'.
 
     Where none fits, the flips lie scattered, and the largest cells come first.
     """
-    best = max((finding.fit for finding in found), default=0.0)
+    best = max((finding.fit for finding in findings), default=0.0)
     if best < SCATTERED:
-        return sorted(found, key=lambda finding: (-finding.size, -finding.share))
-    fitting = [finding for finding in reversed(found) if finding.fit >= 0.95 * best]
-    others = [finding for finding in found if finding.fit < 0.95 * best]
+        return sorted(findings, key=lambda finding: (-finding.size, -finding.share))
+    fitting = [finding for finding in reversed(findings) if finding.fit >= 0.95 * best]
+    others = [finding for finding in findings if finding.fit < 0.95 * best]
     return [
         *sorted(fitting, key=lambda finding: finding.size),
         *sorted(others, key=lambda finding: -finding.fit),
@@ -167,40 +167,40 @@ def fails(
     clusters = distinct / CLUSTER
     expected = np.maximum(clusters, 1 / CLUSTER) * HEALTHY_SHARE * np.maximum(sizes, 1) / some
     chance = clusters - expected - clusters * np.log(np.maximum(clusters / expected, 1.0))
-    found: NDArray[np.bool_] = (
+    failing: NDArray[np.bool_] = (
         (counts > CLUSTER) & (counts >= least_share * sizes) & (chance < limit)
     )
-    return found
+    return failing
 
 
-def _contexts(flips: WideFlips, case: JudgedStep) -> Ints:
+def _contexts(flips: WideFlips, step: JudgedStep) -> Ints:
     """The same number for wide flips of equal layer and equal tokens up to their row.  # [W]"""
-    position = _places(np.arange(len(case.tokens)), case).position
+    position = _positions_of(np.arange(len(step.tokens)), step).position
     with np.errstate(over="ignore"):  # a polynomial modulo 2 ** 64
         powers = np.cumprod(np.full(int(position.max()) + 1, 0x9E3779B97F4A7C15, dtype=np.uint64))
-        terms = (case.tokens.astype(np.uint64) + np.uint64(1)) * powers[position]
+        terms = (step.tokens.astype(np.uint64) + np.uint64(1)) * powers[position]
         sums = np.cumsum(terms, dtype=np.uint64)
-        starts = np.cumsum(case.seq_lens) - case.seq_lens
-        prefix = sums - np.repeat(sums[starts] - terms[starts], case.seq_lens)
+        starts = np.cumsum(step.seq_lens) - step.seq_lens
+        prefix = sums - np.repeat(sums[starts] - terms[starts], step.seq_lens)
         key = prefix[flips.rows] * np.uint64(1_000_003) + flips.layers.astype(np.uint64)
-    found: Ints = np.unique(key, return_inverse=True)[1]
-    return found
+    numbers: Ints = np.unique(key, return_inverse=True)[1]
+    return numbers
 
 
-def _places(rows: Ints, case: JudgedStep) -> _Places:
-    ends = np.cumsum(case.seq_lens)
+def _positions_of(rows: Ints, step: JudgedStep) -> _RowPositions:
+    ends = np.cumsum(step.seq_lens)
     sample = np.searchsorted(ends, rows, side="right")
-    starts = ends - case.seq_lens
-    return _Places(sample, rows - starts[sample], case.seq_lens[sample] - 1)
+    starts = ends - step.seq_lens
+    return _RowPositions(sample, rows - starts[sample], step.seq_lens[sample] - 1)
 
 
-def _axes(flips: WideFlips, case: JudgedStep) -> Iterator[_Axis]:
+def _axes(flips: WideFlips, step: JudgedStep) -> Iterator[_Axis]:
     """A row with several wide experts in a layer counts once, but by column and by expert."""
-    layers, num_layers, k = case.layers, len(case.layers), case.experts_per_token
+    layers, num_layers, k = step.layers, len(step.layers), step.experts_per_token
     at = np.searchsorted(np.asarray(layers), flips.layers)
     again = np.zeros(len(at), dtype=bool)
     again[1:] = (flips.rows[1:] == flips.rows[:-1]) & (at[1:] == at[:-1])
-    num_rows = int(case.judged.sum())
+    num_rows = int(step.judged.sum())
     yield _Axis(
         np.where(again, AGAIN, 0),
         1,
@@ -223,17 +223,17 @@ def _axes(flips: WideFlips, case: JudgedStep) -> Iterator[_Axis]:
             0.005,
             lambda c: f"layer {layers[c // k]}, column {c % k}",
         )
-    num_experts = len(case.uses[layers[0]])
+    num_experts = len(step.uses[layers[0]])
     yield _Axis(
         at * num_experts + flips.experts,
         num_layers * num_experts,
-        lambda: np.concatenate([case.uses[layer].numpy() for layer in layers]),
+        lambda: np.concatenate([step.uses[layer].numpy() for layer in layers]),
         0.25,
         lambda c: f"layer {layers[c // num_experts]}, expert {c % num_experts}",
     )
-    wide = _places(flips.rows, case)
-    everywhere = cache(lambda: _places(np.flatnonzero(case.judged), case))
-    for axis in _row_axes(len(case.seq_lens)):
+    wide = _positions_of(flips.rows, step)
+    everywhere = cache(lambda: _positions_of(np.flatnonzero(step.judged), step))
+    for axis in _row_axes(len(step.seq_lens)):
         cells = np.where(again, AGAIN, axis.cell(wide))
         yield _whole(axis, cells, everywhere, num_layers)
         if axis.by_layer:
@@ -241,7 +241,7 @@ def _axes(flips: WideFlips, case: JudgedStep) -> Iterator[_Axis]:
 
 
 def _whole(
-    axis: _RowAxis, cells: Ints, everywhere: Callable[[], _Places], num_layers: int
+    axis: _RowAxis, cells: Ints, everywhere: Callable[[], _RowPositions], num_layers: int
 ) -> _Axis:
     return _Axis(
         cells,
@@ -255,7 +255,7 @@ def _whole(
 def _by_layer(
     axis: _RowAxis,
     cells: Ints,
-    everywhere: Callable[[], _Places],
+    everywhere: Callable[[], _RowPositions],
     layers: tuple[int, ...],
     at: Ints,
 ) -> _Axis:
@@ -269,7 +269,7 @@ def _by_layer(
     )
 
 
-def _sizes(axis: _RowAxis, everywhere: Callable[[], _Places]) -> Ints:
+def _sizes(axis: _RowAxis, everywhere: Callable[[], _RowPositions]) -> Ints:
     cells = axis.cell(everywhere())
     return np.bincount(cells[cells >= 0], minlength=axis.num_cells)
 

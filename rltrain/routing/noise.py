@@ -37,10 +37,10 @@ def noise_scale(runners_up: Tensor) -> float:
         In logits; an upper bound where nothing flips; inf where no distance is free of flips or
         there are too few rows.
     """
-    given = runners_up[REPLAYED:].cumsum(0)
-    there = runners_up[:REPLAYED].cumsum(0) + given
-    error = 2 * (NARROW * (1 - NARROW) * there).sqrt()
-    quiet = (there >= MIN_RUNNERS_UP) & (given + error < NARROW * there)
+    replayed = runners_up[REPLAYED:].cumsum(0)
+    total = runners_up[:REPLAYED].cumsum(0) + replayed
+    error = 2 * (NARROW * (1 - NARROW) * total).sqrt()
+    quiet = (total >= MIN_RUNNERS_UP) & (replayed + error < NARROW * total)
     quiet[-1] = False  # of experts that cannot be chosen
     if not quiet.any():
         return inf
@@ -56,5 +56,5 @@ def last_narrow_bin(flips: LayerFlips, num_rows: int) -> int:
     spread = flips.spread / max(1, num_rows)
     noise = WIDE * noise_scale(flips.runners_up)
     limit = min(max(noise, LEAST_SPREAD * spread), MOST_SPREAD * spread)
-    found = int(torch.searchsorted(upper_edges(), limit))
-    return min(max(found, 1), NUM_BINS - 2)
+    bin_number = int(torch.searchsorted(upper_edges(), limit))
+    return min(max(bin_number, 1), NUM_BINS - 2)

@@ -103,14 +103,14 @@ def assemble_routes(
     """
     spans = _spans(ref.block_sizes)
     shape = (ref.rows, len(layers), ref.experts_per_token)
-    found = np.empty(shape, dtype=ref.dtype) if out is None else out
-    assert found.shape == shape and found.dtype == ref.dtype, (found.shape, found.dtype, ref)
+    routes = np.empty(shape, dtype=ref.dtype) if out is None else out
+    assert routes.shape == shape and routes.dtype == ref.dtype, (routes.shape, routes.dtype, ref)
     for block in blocks_of(ref, layers):
         held = ref.layers[spans[block]]
         asked = [i for i, layer in enumerate(layers) if layer in held]
         rows = _cut(ref, block, arrays[block])
-        found[:, asked] = rows[:, [held.index(layers[i]) for i in asked]]
-    return found
+        routes[:, asked] = rows[:, [held.index(layers[i]) for i in asked]]
+    return routes
 
 
 def block_layers(ref: RouteRef) -> list[tuple[int, ...]]:
@@ -134,9 +134,9 @@ def _cut(ref: RouteRef, block: int, array: RouteIds) -> RouteIds:
             f"{shape[1]}], found {array.dtype} {list(array.shape)}"
         )
     rows = array[ref.start_row : end]
-    if (found := route_checksum(rows)) != ref.checksums[block]:
+    if (crc := route_checksum(rows)) != ref.checksums[block]:
         raise ValueError(
-            f"routes, block {block}, rows {ref.start_row} to {end}: checksum {found:#010x} is not "
+            f"routes, block {block}, rows {ref.start_row} to {end}: checksum {crc:#010x} is not "
             f"{ref.checksums[block]:#010x}, that of the rows captured at weight version "
             f"{ref.weight_version}: the object was changed or mixed up on its way"
         )

@@ -26,9 +26,9 @@ def check_refs(
     Raises:
         RuntimeError: naming sample and engine.
     """
-    for number, (ref, own) in enumerate(zip(refs, tokens, strict=True)):
+    for number, (ref, sample_tokens) in enumerate(zip(refs, tokens, strict=True)):
         where = f"sample {number}, routes by {ref.producer} at weight version {ref.weight_version}"
-        if token_checksum(own.numpy()) != ref.token_checksum:
+        if token_checksum(sample_tokens.numpy()) != ref.token_checksum:
             raise RuntimeError(f"{where}: they were captured for other tokens than the sample has")
         if weight_versions is not None and int(weight_versions[number]) != ref.weight_version:
             raise RuntimeError(
@@ -81,11 +81,11 @@ def check_trace(
         for block, held in enumerate(block_layers(ref)):
             if not set(held) <= set(layers):
                 continue
-            found = route_checksum(rows[:, [layers.index(layer) for layer in held]].numpy())
-            if found != ref.checksums[block]:
+            used_checksum = route_checksum(rows[:, [layers.index(layer) for layer in held]].numpy())
+            if used_checksum != ref.checksums[block]:
                 raise RuntimeError(
                     f"{where}, layers {list(held)}: the routers used other experts than the engine "
-                    f"captured (checksum {found:#010x}, not {ref.checksums[block]:#010x})"
+                    f"captured (checksum {used_checksum:#010x}, not {ref.checksums[block]:#010x})"
                 )
             compared += 1
     return compared

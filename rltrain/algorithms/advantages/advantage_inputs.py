@@ -69,7 +69,7 @@ class Advantages:
     returns: Tensor | None = None  # float32, what a critic is to learn, 0 off the mask  # [N]
 
 
-def require_advantages(found: Advantages, inputs: AdvantageInputs, name: str) -> Advantages:
+def require_advantages(result: Advantages, inputs: AdvantageInputs, name: str) -> Advantages:
     """``found``, if it is what an advantage has to be: one's own may be anything.
 
     Args:
@@ -79,12 +79,12 @@ def require_advantages(found: Advantages, inputs: AdvantageInputs, name: str) ->
         ValueError: it is no `Advantages`, has not a number for each token, or one under the mask is
             NaN or infinite.
     """
-    if not isinstance(found, Advantages):
+    if not isinstance(result, Advantages):
         raise ValueError(
-            f"algorithm.advantage={name}: expected Advantages, found {type(found).__name__}"
+            f"algorithm.advantage={name}: expected Advantages, found {type(result).__name__}"
         )
     for field in ("advantages", "returns"):
-        values: Tensor | None = getattr(found, field)
+        values: Tensor | None = getattr(result, field)
         if values is None:
             continue
         if values.shape != inputs.mask.shape:
@@ -94,7 +94,7 @@ def require_advantages(found: Advantages, inputs: AdvantageInputs, name: str) ->
             )
         where = f"{field} by algorithm.advantage={name}"
         require_finite(where, values, inputs.mask, inputs.seq_lens)
-    return found
+    return result
 
 
 @dataclass(frozen=True)

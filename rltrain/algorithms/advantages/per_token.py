@@ -16,13 +16,13 @@ def discounted_sums(terms: Tensor, decay: float, owner: Tensor) -> Tensor:
     Returns:
         float64  # [M]
     """
-    found: list[float] = []
+    sums: list[float] = []
     later, sequence = 0.0, None
-    for term, own in zip(reversed(terms.tolist()), reversed(owner.tolist()), strict=True):
-        later = term + decay * later if own == sequence else term
-        sequence = own
-        found.append(later)
-    return torch.tensor(found[::-1], dtype=torch.float64)
+    for term, sequence_now in zip(reversed(terms.tolist()), reversed(owner.tolist()), strict=True):
+        later = term + decay * later if sequence_now == sequence else term
+        sequence = sequence_now
+        sums.append(later)
+    return torch.tensor(sums[::-1], dtype=torch.float64)
 
 
 def whitened(values: Tensor) -> Tensor:

@@ -38,22 +38,22 @@ class TokenLoss:
     what a loss of one's own adds as ``custom/NAME``.  # [S] each"""
 
 
-def require_token_loss(found: TokenLoss, inputs: LossInputs) -> TokenLoss:
+def require_token_loss(result: TokenLoss, inputs: LossInputs) -> TokenLoss:
     """``found``, if it has a number for each slot: a mean would be weighted as one, unseen.
 
     Raises:
         ValueError: it is no `TokenLoss`, or a shape is another.
     """
     name = f"algorithm.loss={inputs.config.loss}"
-    if not isinstance(found, TokenLoss):
-        raise ValueError(f"{name}: expected a TokenLoss, found {type(found).__name__}")
-    for part, values in {"loss": found.loss, "ratio": found.ratio, **found.stats}.items():
+    if not isinstance(result, TokenLoss):
+        raise ValueError(f"{name}: expected a TokenLoss, found {type(result).__name__}")
+    for part, values in {"loss": result.loss, "ratio": result.ratio, **result.stats}.items():
         if values.shape != inputs.logprobs.shape:
             raise ValueError(
                 f"{name}: expected {part} of shape {tuple(inputs.logprobs.shape)}, a number for "
                 f"each slot and no mean of them, found {tuple(values.shape)}"
             )
-    return found
+    return result
 
 
 def clip_stats(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> dict[str, Tensor]:

@@ -300,7 +300,7 @@ class Recorder:
             ):
                 mb.scatter(_all_gather(rows, mesh), index, shard)
             if whole.deficits is not None:
-                of_layers = [r.deficits.given for r in kept if r.deficits is not None]
+                of_layers = [r.deficits.bins for r in kept if r.deficits is not None]
                 mb.scatter(_all_gather(torch.stack(of_layers, dim=1), mesh), index, whole.deficits)
         return whole
 

@@ -339,7 +339,7 @@ def test_deficits_are_in_logits_whatever_a_router_compares(fields: dict[str, Any
     assert recorded.deficits is not None
     weakest = logits.topk(K).values[:, -1:]
     expected = (weakest - logits[:, chosen]).clamp_min(0)
-    found = upper_edges()[recorded.deficits.given.long()]
+    found = upper_edges()[recorded.deficits.bins.long()]
     assert ((found == 0) == (expected == 0)).all()
     # A gate's slope changes between the two scores: within an octave and a half, mostly less.
     ratio = (found / expected)[expected > 0].log2()

@@ -87,7 +87,7 @@ class Step:
         }
         rows = int(judged.sum())
         narrow = {layer: last_narrow_bin(each, rows) for layer, each in flips.items()}
-        given = torch.stack([each.given for each in found], dim=1)
+        given = torch.stack([each.bins for each in found], dim=1)
         ids = routes.to(torch.uint8)
         wide = wide_flips(given, ids, judged, tuple(range(self.layers)), narrow)
         uses = {layer: each.uses for layer, each in flips.items()}

@@ -31,9 +31,9 @@ def test_what_rounding_moves_is_never_wider_than_twice_the_rounding(
     _, groups, kept = limits
     found = deficits(scores, choice(moved, *limits), num_groups=groups, group_topk=kept, best=2)
     limit = bins(torch.tensor(2.001 * size))
-    assert (found.given <= limit).all()
+    assert (found.bins <= limit).all()
     own = deficits(scores, choice(scores, *limits), num_groups=groups, group_topk=kept, best=2)
-    assert (own.given == 0).all() and (own.runners_up < REPLAYED).all()
+    assert (own.bins == 0).all() and (own.runners_up < REPLAYED).all()
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 8), (2, 8), (8, 32)]))
@@ -49,7 +49,7 @@ def test_without_groups_it_is_the_distance_to_the_weakest_chosen(
         ranked = scores[row].sort(descending=True)
         for column in range(k):
             distance = (ranked.values[k - 1] - scores[row, experts[row, column]]).clamp_min(0)
-            assert int(found.given[row, column]) == int(bins(distance))
+            assert int(found.bins[row, column]) == int(bins(distance))
         for rank, value in enumerate(found.runners_up[row].tolist()):
             expert = int(ranked.indices[k + rank])
             assert (value >= REPLAYED) == (expert in experts[row].tolist())
@@ -63,7 +63,7 @@ def test_an_expert_of_a_group_that_was_not_chosen_has_its_groups_deficit() -> No
     limits = {"num_groups": 4, "group_topk": 2, "best": 2}
 
     def width(*experts: int) -> list[int]:
-        return deficits(scores, torch.tensor([experts]), **limits).given[0].tolist()
+        return deficits(scores, torch.tensor([experts]), **limits).bins[0].tolist()
 
     assert width(0, 1) == [0, 0]
     group = int(bins(torch.tensor((1.25 - 0.8) / 2)))
@@ -76,9 +76,9 @@ def test_sigmoid_gates_are_measured_in_logits() -> None:
     logits = torch.tensor([[6.0, 5.0, 4.0, 0.0]])
     found = deficits(logits.sigmoid(), torch.tensor([[2]]), gates=logits.sigmoid())
     plain = deficits(logits, torch.tensor([[2]]))
-    octaves = (int(found.given) - int(plain.given)) / 4
+    octaves = (int(found.bins) - int(plain.bins)) / 4
     assert abs(octaves) <= 2
-    assert int(bins(logits.sigmoid()[0, 0] - logits.sigmoid()[0, 2])) < int(plain.given) - 20
+    assert int(bins(logits.sigmoid()[0, 0] - logits.sigmoid()[0, 2])) < int(plain.bins) - 20
 
 
 @given(st.floats(0, 1e4, width=32, allow_subnormal=False))
