@@ -1,8 +1,7 @@
-"""Runs a reward function in processes that can be killed.
+"""Runs a reward function in worker processes that can be killed.
 
-A sample that takes too long costs its worker's life, not the run's: the worker is killed with
-everything it started, replaced, and the sample has no reward. A sample without a reward is counted
-and never passes for a zero.
+If a sample takes too long, its worker is killed with all processes that it started, and replaced.
+The sample then has no reward. Samples without a reward are counted; they never get a reward of 0.
 """
 
 import json
@@ -20,19 +19,20 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 BEGIN_TIMEOUT_S = 60.0
-"""Between samples handed to a worker and its word that it begins."""
+"""Limit between giving samples to a worker and its message that it begins."""
 LONGEST_WAIT_S = 1.0
 MOST_FAILED_STARTS = 3
 CHUNK = 32
-"""Samples a worker gets at once, so that a cheap reward is not all round trips."""
+"""Maximum samples per message to a worker. It keeps the share of round trips small for cheap
+rewards."""
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What a reward function judges; ``prompt_id`` is only for messages.
+    """The input of a reward function.
 
-    ``raw`` and ``clean`` are the response with and without its special tokens.
-    """
+    ``raw`` and ``clean`` are the response with and without its special tokens. ``prompt_id`` is
+    used only in messages."""
 
     raw: str
     clean: str
@@ -44,10 +44,11 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """``value`` is None unless ``status`` is ok; ``detail`` says why it is not.
+    """The result of a reward function for one response.
 
-    ``correct`` is None, too, where nobody says from which reward on a response is correct.
-    """
+    ``value`` is None unless ``status`` is ok. ``detail`` says why the status is not ok. ``correct``
+    is None if there is no value, or if neither configuration nor function says which rewards are
+    correct."""
 
     value: float | None
     status: Literal["ok", "timeout", "error"]
@@ -57,25 +58,27 @@ class RewardResult:
 
 
 class RewardPool:
-    """``config.num_workers`` processes, started at once and kept for the run.
+    """``config.num_workers`` processes, which start together and live as long as the run.
 
         for samples in arriving:
             pool.submit(samples)
-            pool.poll()                # whenever there is time, so that no worker waits for more
+            pool.poll()                # as often as possible, so that no worker is idle
         results = pool.collect()
 
     Raises:
-        ValueError: when the reward function cannot be used; the message says why.
+        ValueError: the reward function cannot be used; the message says why.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.success_at = config.success_at
         self._samples: list[RewardInput] = []  # since the last ``collect``
-        self._lines: dict[int, str] = {}  # by position there, of those that have no result
-        self._queue: deque[int] = deque()  # positions of those no worker has
+        self._lines: dict[int, str] = {}  # by position in _samples, of those without a result
+        self._queue: deque[int] = deque()  # positions of samples that no worker has
         self._results: dict[int, RewardResult] = {}
-        self._deaths: Counter[int] = Counter()  # by position, of workers that had not begun
+        self._deaths: Counter[int] = (
+            Counter()
+        )  # by position: workers that died before they began it
         self._failed_starts = 0  # in a row
         self._workers: list[_Worker] = []
         try:
@@ -99,7 +102,7 @@ class RewardPool:
         return self.collect()
 
     def submit(self, samples: Sequence[RewardInput]) -> None:
-        """Begin with more samples.
+        """Queue samples and start to score them.
 
         Raises:
             ValueError: an answer or a column is not plain JSON; the message names it.
@@ -111,10 +114,10 @@ class RewardPool:
         self.poll()
 
     def collect(self) -> list[RewardResult]:
-        """The results of all that was submitted since the last time, in that order.
+        """Wait for the results of all samples submitted since the last ``collect``, in that order.
 
         Raises:
-            RuntimeError: when more than ``max_failed_fraction`` of them have no reward; the message
+            RuntimeError: more than ``max_failed_fraction`` of them have no reward; the message
                 names the function, the first such sample and what happened.
         """
         while len(self._results) < len(self._samples):
@@ -127,10 +130,10 @@ class RewardPool:
         return results
 
     def poll(self) -> None:
-        """Take results that have arrived, replace workers that failed, give idle ones work.
+        """Receive results, replace failed workers, and give samples to idle workers.
 
         Raises:
-            RuntimeError: no worker can be started any more.
+            RuntimeError: workers fail to start repeatedly.
         """
         for slot, worker in enumerate(self._workers):
             self._results |= worker.listen(self.success_at)
@@ -158,7 +161,7 @@ class RewardPool:
         self.close()
 
     def _wait(self) -> None:
-        """Sleep until a worker has something to say or runs out of time."""
+        """Sleep until a worker sends a message or reaches its time limit."""
         deadlines = [w.began + self.config.timeout_s for w in self._workers if w.began]
         seconds = min([d - time.monotonic() for d in deadlines] + [LONGEST_WAIT_S])
         wait([worker.process for worker in self._workers], max(0.0, seconds))
@@ -170,7 +173,8 @@ class RewardPool:
                 raise RuntimeError(f"{self._failed_starts} times in a row: {failure.detail}")
         elif worker.assigned:
             first = worker.assigned[0]
-            # It died before the first sample, which is not to blame, unless that comes again.
+            # A worker that died before it began its first sample does not count against the
+            # sample, unless that happens twice.
             self._deaths[first] += 1
             if worker.began or self._deaths[first] == 2:
                 self._results[worker.assigned.pop(0)] = failure
@@ -197,7 +201,7 @@ class RewardPool:
 
 
 def dry_run(config: RewardConfig, samples: Sequence[RewardInput]) -> list[RewardResult]:
-    """The result of each sample, however many fail: for looking at a reward before a run.
+    """The result of each sample, however many fail. It serves to try a reward before a run.
 
     Raises:
         ValueError: the reward function cannot be used, or a sample is not plain JSON.
@@ -207,7 +211,7 @@ def dry_run(config: RewardConfig, samples: Sequence[RewardInput]) -> list[Reward
 
 
 def _encoded(number: int, sample: RewardInput, text: Literal["raw", "clean"]) -> str:
-    """One sample in JSON. What JSON would change on the way, such as a tuple, is refused."""
+    """One sample in JSON. ValueError for values that JSON would change, such as tuples."""
     ours = {
         "prompt": sample.prompt,
         "response_raw": sample.raw,
@@ -232,7 +236,7 @@ def _encoded(number: int, sample: RewardInput, text: Literal["raw", "clean"]) ->
 
 
 class _Worker:
-    """A process, the samples it has not answered yet, and when it began the first of them."""
+    """A worker process, its unfinished samples, and when it began the first of them."""
 
     def __init__(self, function: str) -> None:
         self.function = function
@@ -241,7 +245,7 @@ class _Worker:
         self.is_ready = False
         self.success_at: float | None = None
         self._unusable = ""
-        self._since = time.monotonic()  # it was started, or given samples
+        self._since = time.monotonic()  # start of the process, or of its last assignment
         self.process = WorkerProcess("rltrain.environments.reward_worker", function)
 
     def assign(self, positions: list[int], lines: list[str]) -> None:
@@ -249,7 +253,7 @@ class _Worker:
         self.process.send(f"[{', '.join(lines)}]")
 
     def listen(self, success_at: float | None = None) -> dict[int, RewardResult]:
-        """Results that have arrived, by position."""
+        """The results that have arrived, by position."""
         results: dict[int, RewardResult] = {}
         for message in self.process.receive():
             try:
@@ -277,7 +281,7 @@ class _Worker:
             results[self.assigned.pop(0)] = result
 
     def start_failure(self) -> str:
-        """Why it cannot be used; empty while it is starting, and once it is ready."""
+        """Why the worker cannot be used. Empty while it starts, and once it is ready."""
         if self.is_ready:
             return ""
         if self._unusable:
@@ -288,7 +292,7 @@ class _Worker:
         return why and f"data.reward.function={self.function} cannot be started: {why}"
 
     def failure(self, timeout_s: float) -> RewardResult | None:
-        """What ended the worker, if something did; the caller replaces it."""
+        """The failure of the worker, if it failed. The caller then replaces it."""
         if not self.is_ready:
             why = self.start_failure()
             return RewardResult(None, "error", why, 0.0) if why else None
@@ -296,7 +300,7 @@ class _Worker:
         seconds = now - self.began if self.began else 0.0
         if self.process.fault:
             return RewardResult(None, "error", self.process.fault, seconds)
-        # A message that waits to be read may be this sample's: only silence is a timeout.
+        # An unread message may be the result of this sample, so it is no timeout yet.
         if not self.assigned or self.process.has_message():
             return None
         if self.began and seconds > timeout_s:

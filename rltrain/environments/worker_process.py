@@ -1,7 +1,7 @@
-"""A process that speaks lines of JSON on a socket, and may do anything else, too.
+"""A worker process that exchanges lines of JSON on a socket. It is not trusted to behave well.
 
-Nothing here waits for it without a limit: it may be stopped, close its socket, leave a grandchild
-that holds the socket open, write what is no JSON, or not end when it is killed.
+It may hang, close its socket, leave a child process that keeps the socket open, write invalid JSON,
+or not end when it is killed. So every wait here has a time limit.
 """
 
 import json
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 0.5
 LONGEST_LINE = 1 << 20
-"""Bytes of one message; what the process says is short."""
+"""Maximum bytes of one message of the process. Its messages are short."""
 STDERR = 2
 PIECE, MOST_PIECES = 1 << 16, 64
 
 
 class WorkerProcess:
-    """``python -m module SOCKET PARENT *arguments``, in a session of its own.
+    """``python -m module SOCKET PARENT *arguments`` in its own session.
 
-    ``fault`` says what is wrong with it, and is empty as long as nothing is. A process with a fault
-    says nothing more.
+    ``fault`` says what is wrong with the process. It is empty while nothing is. No message is
+    received from a process with a fault.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -40,16 +40,16 @@ class WorkerProcess:
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
         self._received, self._unsent = bytearray(), bytearray()
-        # A fresh interpreter: a fork would copy Ray's and torch's threads in whatever state they
-        # are in, and multiprocessing's spawn would import the parent's main module.
+        # A new interpreter is started. A fork would copy locks that threads of Ray and torch hold,
+        # and the spawn method of multiprocessing would import the main module of the parent.
         command = [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             [*command, *arguments],
             pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,  # the terminal's lines are for the run
-            stdout=STDERR,  # what it prints is no output of the run
+            stdin=subprocess.DEVNULL,  # input of the terminal belongs to the run
+            stdout=STDERR,  # its output is not output of the run
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
-            start_new_session=True,  # so that what it starts is killed with it
+            start_new_session=True,  # so that its child processes are killed with it
         )
         theirs.close()
 
@@ -66,7 +66,7 @@ class WorkerProcess:
         if self.fault:
             return []
         self._write()
-        ended = self._has_ended()  # asked first: what it said before is then read
+        ended = self._has_ended()  # before reading, so that its last messages are read
         messages: list[dict[str, Any]] = []
         for _ in range(MOST_PIECES):
             self._received += self._read()
@@ -85,11 +85,14 @@ class WorkerProcess:
         return not self.fault and _ready([(self.socket, select.POLLIN)], 0.0)
 
     def kill(self) -> None:
-        """End it and all it started; a process that the kernel does not let go is left behind."""
+        """Kill the process and all its child processes.
+
+        A process that does not end within `KILL_TIMEOUT_S` is left behind, with an error in the
+        log."""
         if self._is_killed:
             return
         self._is_killed = True
-        # It is not reaped before: that would set its group's number free for others.
+        # The process has not been reaped: its group id could otherwise be another group's by now.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         try:
@@ -104,7 +107,7 @@ class WorkerProcess:
         self.socket.close()
 
     def _end(self) -> None:
-        deadline = time.monotonic() + EXIT_TIMEOUT_S  # it closes its socket before it has ended
+        deadline = time.monotonic() + EXIT_TIMEOUT_S  # its socket closes before it has ended
         while not (ended := self._has_ended()) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.kill()
@@ -112,12 +115,13 @@ class WorkerProcess:
             self.fault = f"its process ended with exit code {self.process.returncode}"
 
     def _has_ended(self) -> bool:
-        """Whether it has ended, and leave it a zombie, so that its group can still be killed."""
+        """Whether the process has ended. It stays a zombie, so that its group can still be
+        killed."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.process.pid, options) is not None
 
     def _read(self) -> bytes:
-        """What has arrived; empty when nothing has."""
+        """The bytes that have arrived; empty if there are none."""
         try:
             piece = self.socket.recv(PIECE)
         except BlockingIOError:
@@ -130,13 +134,13 @@ class WorkerProcess:
         return piece
 
     def _write(self) -> None:
-        """Send what the socket takes."""
+        """Send as much as the socket accepts."""
         try:
             while self._unsent and not self.fault:
                 del self._unsent[: self.socket.send(self._unsent[:PIECE])]
         except BlockingIOError:
             return
-        except OSError:  # it closed its end, which reading from it tells
+        except OSError:  # the process closed its end; the next read reports that
             self._unsent.clear()
 
     def _parsed(self, line: bytearray) -> dict[str, Any] | None:
@@ -153,7 +157,7 @@ class WorkerProcess:
 
 
 def wait(processes: Sequence[WorkerProcess], seconds: float) -> None:
-    """Sleep until one of them has something to say, or takes more, but no longer than that."""
+    """Sleep until a process sends a message or accepts more input, at most ``seconds``."""
     watched = [
         (p.socket, select.POLLIN | (select.POLLOUT if p.is_sending else 0))
         for p in processes
