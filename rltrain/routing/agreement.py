@@ -1,4 +1,4 @@
-"""How far two sets of routes agree: what replay changes, in numbers."""
+"""Measures of the agreement between two sets of routes."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from rltrain.routing.expert_groups import score_groups, within_groups
 
 
 def num_shared(experts: Tensor, others: Tensor) -> Tensor:
-    """Experts of a row that the other choice also has; the order does not matter.
+    """Number of experts of a row that both choices contain, in any order.
 
     Args:
         experts, others: ids, distinct within a row  # [..., K]
@@ -19,13 +19,13 @@ def num_shared(experts: Tensor, others: Tensor) -> Tensor:
 
 
 def gate_mass(gates: Tensor, experts: Tensor, native: Tensor) -> Tensor:
-    """Gate weight of ``experts`` over that of the native choice: 1 where they are the same.
+    """Gate weight of ``experts`` divided by that of the native choice; 1 if they are the same.
 
-    How little the router thinks of what it is made to use. Above 1 only where the native choice is
-    not that of the largest gates (group limits, expert bias).
+    A small value means that replay uses experts which the router rates low. Values above 1 occur
+    only if the native choice is not that of the largest gates (group limits, expert bias).
 
     Args:
-        gates: of all experts, not negative  # [S, E]
+        gates: gates of all experts, not negative  # [S, E]
         experts, native: ids  # [S, K]
 
     Returns:
@@ -42,13 +42,14 @@ def choice_margin(
     group_topk: int | None = None,
     best: int = 2,
 ) -> Tensor:
-    """How clear a router's choice is: while no score moves by half of this, the choice stays.
+    """Margin of a router's choice: the choice stays while no score changes by half of it.
 
-    The K-th best score less the one after it. With group limits the lesser of that, within the
-    chosen groups, and the same of the groups, shared out over the scores that a group adds up.
+    The margin is the K-th best score minus the next one. With group limits it is the smaller of two
+    margins: that of the experts within the chosen groups, and that of the groups divided by the
+    number of scores that a group sums.
 
     Args:
-        scores: what the router compares, of all experts  # [S, E]
+        scores: the scores of all experts that the router compares  # [S, E]
         topk, num_groups, group_topk: as Megatron's router has them
         best: how many experts score a group (`rltrain.routing.expert_groups.BEST_OF_GROUP`)
 
@@ -65,7 +66,7 @@ def choice_margin(
 
 
 def _last_step(scores: Tensor, count: int) -> Tensor:
-    """From the last of the ``count`` best down to the next.  # [S, E] -> [S]"""
+    """The ``count``-th best score minus the next one.  # [S, E] -> [S]"""
     if scores.shape[1] == count:
         return torch.full_like(scores[:, 0], torch.inf)
     best = scores.topk(count + 1, dim=1).values
@@ -73,13 +74,14 @@ def _last_step(scores: Tensor, count: int) -> Tensor:
 
 
 def flipped_before(flipped: Tensor, seq_lens: Tensor, *, read_above: bool) -> Tensor:
-    """True for tokens whose log-probability a flip can have touched.
+    """True for tokens whose log-probability a flip can change.
 
-    Row t - 1 yields the log-probability of token t: every flip there counts. The layers above a
-    flip read it in every later row, through attention; above the last layer nothing does.
+    Row t - 1 gives the log-probability of token t, so every flip there counts. Layers above a flip
+    read its result in all later rows, through attention. No layer reads the result of the last
+    layer.
 
     Args:
-        flipped: a row chose at least one other expert, by layer; bool  # [N, L]
+        flipped: bool, the row has at least one other expert in the layer  # [N, L]
         seq_lens: int64  # [B]
         read_above: whether the model has layers above the last of these
 
@@ -97,9 +99,9 @@ def flipped_before(flipped: Tensor, seq_lens: Tensor, *, read_above: bool) -> Te
 def spread_experts(num_rows: int, experts_per_token: int, num_experts: int) -> Tensor:
     """Distinct experts for padding rows, spread evenly over all experts.
 
-    Distinct, because a row that names one expert twice has fewer than K dispatched copies and
-    breaks the dispatcher's ``tokens * K`` count; spread, because padding that all went to one
-    expert would make its rank the slowest.
+    They are distinct because a row with the same expert twice has fewer than K dispatched copies,
+    which breaks the ``tokens * K`` count of the dispatcher. They are spread because one expert for
+    all padding would make its rank the slowest.
 
     Returns:
         int64  # [num_rows, K]

@@ -1,4 +1,4 @@
-"""From the routes of a batch to what each router row of this rank must choose."""
+"""Gathers the routes of a batch to the rows of this rank's routers."""
 
 from functools import lru_cache
 
@@ -41,8 +41,8 @@ def _spread(
 
 
 def last_rows(seq_lens: Tensor) -> Tensor:
-    """True for the last token of every sequence: nothing was sampled after it, so no engine read it
-    and it owes no route.  # [B] -> [N] bool"""
+    """True for the last token of every sequence. No engine reads that token, because nothing is
+    sampled after it, so it has no route.  # [B] -> [N] bool"""
     last = torch.zeros(int(seq_lens.sum()), dtype=torch.bool)
     last[seq_lens.cumsum(0) - 1] = True
     return last

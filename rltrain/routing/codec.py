@@ -1,6 +1,6 @@
-"""How expert ids are stored: uint8 up to 256 experts, two bytes above.
+"""Storage of expert ids: uint8 for up to 256 experts, two bytes above.
 
-The two bytes are an int16 holding the bits of a uint16, because torch and NCCL lack most of uint16.
+The two bytes are an int16 with the bits of a uint16, because torch and NCCL hardly support uint16.
 """
 
 import zlib
@@ -17,14 +17,15 @@ MAX_EXPERTS = 1 << 16
 
 
 def route_dtype(num_experts: int) -> np.dtype[np.integer]:
-    """The dtype in which ids of ``num_experts`` experts travel."""
+    """The dtype in which ids of ``num_experts`` experts are stored and sent."""
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"expected 1 to {MAX_EXPERTS} experts, found num_experts={num_experts}")
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.int16)
 
 
 def encode(ids: RouteIds, num_experts: int) -> RouteIds:
-    """Ids already known to lie in ``[0, num_experts)``, in the dtype of ``route_dtype``."""
+    """``ids`` in the dtype of `route_dtype`. They must lie in ``[0, num_experts)``; nothing checks
+    it."""
     if route_dtype(num_experts) == np.uint8:
         return ids.astype(np.uint8, copy=False)
     return ids.astype(np.uint16, copy=False).view(np.int16)
@@ -44,5 +45,5 @@ def route_checksum(routes: RouteIds) -> int:
 
 
 def token_checksum(tokens: Sequence[int] | NDArray[np.integer]) -> int:
-    """Of a sample's prompt and response; its last token is read by no router and left out."""
+    """Checksum of the tokens of a sample without the last one, which no router reads."""
     return route_checksum(np.asarray(tokens[:-1], dtype=np.int64))

@@ -1,11 +1,11 @@
-"""How far below a router's own choice the experts lie that it was given.
+"""Deficits: how far the scores of replayed experts lie below those of the router's own choice.
 
 Rounding swaps experts whose scores are nearly equal. A route of another token, layer or sample
-names experts whose scores are far apart. So the distance tells the two apart, expert by expert.
+contains experts whose scores are far apart. The deficit of each expert tells the two cases apart.
 
-A distance is in units of the router's logits, whatever the router compares: a difference of
-sigmoid gates is divided by the gate's slope, one of probabilities is taken of their logarithms.
-It travels as a byte, the quarter octave in which it lies.
+Deficits are in units of the router's logits. A difference of sigmoid gates is divided by the slope
+of the gate. A difference of probabilities is taken between their logarithms. A deficit is stored as
+one byte, the number of its quarter-octave bin.
 """
 
 from typing import NamedTuple
@@ -16,22 +16,23 @@ from torch import Tensor
 from rltrain.routing.expert_groups import score_groups, within_groups
 
 NUM_BINS = 128
-"""0 is no deficit; 1 is everything below the second edge; the last has no upper edge."""
+"""Bin 0 is no deficit. Bin 1 is everything below the second edge. The last bin has no upper
+edge."""
 _BINS_PER_OCTAVE, _LOWEST_OCTAVE = 4, -21
 REPLAYED = 128
-"""Marks the byte of a runner-up that was replayed."""
+"""Added to the byte of a runner-up that was replayed."""
 MIN_SLOPE = 1e-3
-"""Of a sigmoid, below which a gate counts as saturated; this makes its deficits smaller."""
+"""Minimum slope of a sigmoid gate. It limits the deficits of saturated gates."""
 MIN_RUNNERS_UP = 4
 
 
 class Deficits(NamedTuple):
-    """Of the experts that a router was given, against its own choice."""
+    """Deficits of replayed experts against the router's own choice."""
 
-    experts: Tensor  # the given ones, int64  # [S, K]
+    experts: Tensor  # the replayed experts, int64  # [S, K]
     bins: Tensor  # the bin of the deficit of each expert, uint8  # [S, K]
     runners_up: Tensor  # of the best experts outside the native choice, uint8  # [S, M]
-    """Bin of the distance below the weakest chosen expert, plus `REPLAYED` if it was given."""
+    """Bin of the distance below the weakest chosen expert, plus `REPLAYED` if it was replayed."""
     spread: Tensor  # standard deviation of the logits over experts, fp32  # [S]
 
 
@@ -44,18 +45,18 @@ def deficits(
     group_topk: int | None = None,
     best: int = 2,
 ) -> Deficits:
-    """Of every given expert: how far its score is below what would have made it chosen.
+    """The deficit of every replayed expert: how far its score is below that of a chosen expert.
 
-    Without group limits that is the weakest of the K best scores. With them a group counts first:
-    an expert of a group that was not chosen has the deficit of its group against the weakest
-    chosen one, shared out over the scores that a group adds up, as in `choice_margin`. Within
-    groups an expert is compared with the K best of the groups that the given experts lie in. So
-    a narrow swap of groups gives narrow deficits, though it replaces many experts.
+    Without group limits, the score is compared with the K-th best score. With group limits, the
+    deficit is the larger of two. The first is that of the expert's group against the weakest chosen
+    group, divided by the number of scores that a group sums, as in `choice_margin`. The second is
+    that of the expert against the K best experts in the groups of the replayed experts. So a narrow
+    swap of groups gives narrow deficits, although it replaces many experts.
 
     Args:
         scores: what the router compares, of all experts, in logits or log-probabilities, or
-            sigmoid gates with a bias if ``gates`` is given  # [S, E]
-        experts: ids to judge, distinct within a row, int64  # [S, K]
+            sigmoid gates with a bias if ``gates`` is not None  # [S, E]
+        experts: replayed ids, distinct within a row, int64  # [S, K]
         gates: sigmoid gates without the bias  # [S, E]
         num_groups, group_topk: as Megatron's router has them
         best: how many experts score a group (`rltrain.routing.expert_groups.BEST_OF_GROUP`)
@@ -86,7 +87,7 @@ def deficits(
         same_groups = None
     after = ranked.indices[:, k:]
     distance = _below(_gather(ranked, k - 1), scores, after, slopes)
-    if same_groups is not None:  # another group's experts replace others for its own reasons
+    if same_groups is not None:  # runners-up compare within the same groups only
         distance = distance.masked_fill(~same_groups | ranked.values[:, k:].isinf(), torch.inf)
     was_given = (after.unsqueeze(-1) == experts.unsqueeze(1)).any(-1)
     if same_groups is not None:
@@ -96,14 +97,14 @@ def deficits(
 
 
 def bins(deficits: Tensor) -> Tensor:
-    """The bin of each deficit, 0 for 0; NaN lies in the last.  # float, uint8"""
+    """The bin of each deficit: 0 for 0, the last for NaN.  # float -> uint8"""
     octaves = torch.nan_to_num(deficits, nan=torch.inf).log2()
     numbers = ((octaves - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).floor().clamp(0, NUM_BINS - 2) + 1
     return torch.where(deficits == 0, 0, numbers).to(torch.uint8)
 
 
 def upper_edges() -> Tensor:
-    """The deficit below which each bin ends: 0 for bin 0, inf for the last.  # float64 [bins]"""
+    """The upper edge of each bin: 0 for bin 0, inf for the last.  # float64 [bins]"""
     ends = torch.arange(NUM_BINS, dtype=torch.float64) / _BINS_PER_OCTAVE + _LOWEST_OCTAVE
     edges = torch.exp2(ends)
     edges[0], edges[-1] = 0.0, torch.inf
@@ -119,7 +120,7 @@ def _gather(top: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
 def _below(
     weakest: tuple[Tensor, Tensor], scores: Tensor, at: Tensor, slopes: Tensor | None
 ) -> Tensor:
-    """How far the scores at ``at`` lie below a weakest one, at least 0.  # [S, ...]"""
+    """How far the scores at ``at`` are below the weakest chosen one, at least 0.  # [S, ...]"""
     deficit = (weakest[0] - scores.gather(1, at)).clamp_min(0)
     if slopes is None:
         return deficit

@@ -1,11 +1,11 @@
-"""Choice among groups of experts: a token takes its experts from its best groups only."""
+"""Group-limited routing: a token takes its experts only from its best groups."""
 
 import torch
 from torch import Tensor
 
 BEST_OF_GROUP = {"softmax": 1, "sigmoid": 2}
-"""By score function, how many of its best experts score a group: as DeepSeek-V2 has it
-(https://arxiv.org/abs/2405.04434) and V3 (https://arxiv.org/abs/2412.19437)."""
+"""By score function: number of best experts whose scores are summed to score a group, as in
+DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and V3 (https://arxiv.org/abs/2412.19437)."""
 
 
 def score_groups(scores: Tensor, num_groups: int, best: int) -> Tensor:

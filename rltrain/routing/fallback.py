@@ -1,6 +1,6 @@
-"""Rows whose route is missing: how many there are, what they cost, when it is too much.
+"""Rows with a missing route: their number, the tokens that leave the loss, and the limits.
 
-The last token of a sequence owes no route: it is outside every share and policy here.
+The last token of a sequence needs no route. It is not counted here.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ NAMED = 5  # samples that an error lists
 
 
 def missing_rows(route_mask: Tensor, seq_lens: Tensor) -> Tensor:
-    """The rows that owe a route and have none.  # bool [N], int64 [B] -> bool [N]"""
+    """True for rows that need a route and have none.  # bool [N], int64 [B] -> bool [N]"""
     return ~route_mask & ~last_rows(seq_lens)
 
 
 def sample_shares(missing: Tensor, seq_lens: Tensor) -> Tensor:
-    """Missing rows / rows owed, by sequence; 0 where none is owed.  # -> float64 [B]"""
+    """Missing rows / rows that need a route, per sequence; 0 if no row needs one. # -> float64
+    [B]"""
     sequence = torch.arange(len(seq_lens)).repeat_interleave(seq_lens)
     counts = torch.zeros(len(seq_lens), dtype=torch.float64)
     counts.index_add_(0, sequence, missing.double())
@@ -28,18 +29,18 @@ def sample_shares(missing: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def batch_share(missing: Tensor, seq_lens: Tensor) -> float:
-    """Missing rows / rows owed, over all sequences."""
+    """Missing rows / rows that need a route, over all sequences."""
     return int(missing.sum()) / max(1, int((seq_lens - 1).sum()))
 
 
 def surviving_tokens(
     missing: Tensor, seq_lens: Tensor, fallback: Fallback, max_sample_fallback: float
 ) -> Tensor:
-    """The tokens that may stay in the loss.
+    """True for tokens that may stay in the loss.
 
-    ``drop`` takes every token after a missing row: row t yields the log-probability of token t + 1,
-    and what it computed is in the KV cache of all later ones. Under any policy a sequence with a
-    larger share of missing rows than ``max_sample_fallback`` goes whole.
+    ``drop`` removes every token after a missing row. Row t gives the log-probability of token t +
+    1, and all later rows attend to it. With any ``fallback``, a sequence whose share of missing
+    rows is above ``max_sample_fallback`` is removed whole.
 
     Returns:
         bool  # [N]
@@ -60,7 +61,7 @@ def check_budget(
     fallback: Fallback,
     max_batch_fallback: float,
 ) -> None:
-    """End the run where rows may not fall back, or where too many do.
+    """End the run if rows may not fall back, or if too many do.
 
     Args:
         samples: the name of each sequence

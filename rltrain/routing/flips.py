@@ -1,4 +1,4 @@
-"""Rows, layers and experts of a step in which replay asked for what the router would not choose."""
+"""Flips: rows, layers and experts in which replay differs from the router's own choice."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,16 +14,16 @@ from rltrain.routing.fallback import missing_rows
 
 @dataclass(frozen=True)
 class LayerFlips:
-    """What one layer's router thinks of the routes that it was given; sums over judged rows."""
+    """Statistics of the replayed routes of one layer; sums over judged rows."""
 
     runners_up: Tensor  # rows by byte of `rltrain.routing.deficits.Deficits`, int64  # [256]
     spread: float  # standard deviations of the logits over experts, added up
-    uses: Tensor  # how many rows were given each expert, int64  # [E]
+    uses: Tensor  # number of rows that replayed each expert, int64  # [E]
 
 
 @dataclass(frozen=True)
 class WideFlips:
-    """Given experts whose deficit is too large to be rounding, in order of row and layer."""
+    """Replayed experts whose deficit is too large for rounding, in order of row and layer."""
 
     rows: NDArray[np.int64]  # on the token axis  # [W]
     layers: NDArray[np.int64]  # global numbers  # [W]
@@ -32,7 +32,7 @@ class WideFlips:
 
 
 def sum_flips(parts: Sequence[LayerFlips]) -> LayerFlips:
-    """Of one layer over other rows."""
+    """Sum of the flips of one layer over several sets of rows."""
     return LayerFlips(
         runners_up=torch.stack([part.runners_up for part in parts]).sum(0),
         spread=sum(part.spread for part in parts),
@@ -41,7 +41,7 @@ def sum_flips(parts: Sequence[LayerFlips]) -> LayerFlips:
 
 
 def join_flips(parts: Sequence[WideFlips]) -> WideFlips:
-    """Of other rows and layers, in order of row and layer."""
+    """Join flips of several sets of rows and layers, in order of row and layer."""
     joined = {
         f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(WideFlips)
     }
@@ -50,10 +50,11 @@ def join_flips(parts: Sequence[WideFlips]) -> WideFlips:
 
 
 def judged_rows(route_mask: Tensor, seq_lens: Tensor) -> Tensor:
-    """Rows that have a route, as all earlier rows of their sequence do.
+    """Rows that have a captured route, and whose earlier rows in the sequence all have one.
 
-    A row without a route chooses anew, so the engine may have used other experts there, and every
-    later row of the sequence reads what they computed: its scores differ by more than rounding.
+    In a row without a route, trainer and engine may use different experts. Every later row of the
+    sequence attends to it, so its scores may differ by more than rounding. Such rows are not
+    judged.
 
     Returns:
         bool  # [N]
@@ -80,7 +81,7 @@ def wide_flips(
     """
     _, num_layers, k = deficits.shape
     limits = torch.tensor([narrow[layer] for layer in layers], dtype=torch.uint8)
-    # Over one long axis and before rows are judged: few are wide, and this is read in every step.
+    # Compare on one flat axis, and select judged rows afterwards: few are wide. Runs in every step.
     wide = (deficits.flatten(1) > limits.repeat_interleave(k)).flatten().nonzero().squeeze(1)
     wide = wide[judged[wide // (num_layers * k)]]
     return WideFlips(

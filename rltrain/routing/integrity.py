@@ -1,7 +1,7 @@
-"""Whether an engine's routes are well-formed, checked where they enter the trainer.
+"""Checks that an engine's routes are well-formed, where they enter the trainer.
 
-Megatron takes short rows, extra columns, duplicates and zeros without a word and computes
-something else, so nothing malformed may get past here.
+Megatron silently accepts short rows, extra columns, duplicates and zeros, and then computes wrong
+results. So malformed routes must be caught here.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,19 +17,19 @@ from rltrain.routing.agreement import spread_experts
 from rltrain.routing.codec import RouteIds, token_checksum
 from rltrain.routing.runs import runs, stale_runs
 
-# A layer that sent this many different tokens to expert 0 alone was not captured; fewer may be
-# chance. Only matters for top-1 models: with more experts per token, zeros are duplicates.
+# A layer that sent this many different tokens only to expert 0 was not captured. Fewer may be
+# chance. It only matters for top-1 models: with more experts per token, zeros are duplicates.
 CHANCE_TOKENS = 64
-# A shorter run of equal rows may be a row that was put in twice, and then every later row is late.
+# A shorter run of equal rows may be a row that was inserted twice. Then every later row is shifted.
 LONG_RUN = 13
 
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What the model's routes must look like."""
+    """The shape that routes of the model must have."""
 
     num_layers: int  # decoder layers, with and without a router: the engine reports them all
-    moe_layers: tuple[int, ...]  # the ones that have a router, counted from 0
+    moe_layers: tuple[int, ...]  # layers with a router, counted from 0
     num_experts: int
     experts_per_token: int
 
@@ -38,15 +38,15 @@ class RouteShape:
 class CheckedRoutes:
     """One sample's routes after the check: every row is well-formed."""
 
-    ids: RouteIds  # [tokens - 1, L, K], L the layers that have a router
+    ids: RouteIds  # [tokens - 1, L, K], L layers with a router
     token_checksum: int  # `rltrain.routing.codec.token_checksum`
     missing: tuple[tuple[int, int], ...] = ()  # ranges of rows that hold arbitrary experts
-    faults: tuple[str, ...] = ()  # why they are missing
+    faults: tuple[str, ...] = ()  # reasons why they are missing
 
 
 class _Fault(NamedTuple):
-    rows: Any  # which of the sample's rows cannot be used: an index of the row dim
-    message: str  # begins with where, or with a colon
+    rows: Any  # the unusable rows of the sample: an index of the row dim
+    message: str  # begins with the place, or with a colon
 
 
 def check_routes(
@@ -59,10 +59,10 @@ def check_routes(
 ) -> list[CheckedRoutes]:
     """Validate the routes of a step and drop the layers without a router.
 
-    A row cannot be used when an id is out of range, an expert is chosen twice, it is one of a run
-    of stale rows (`stale_runs`) or comes after a short one, or it is not there: too few rows are a
-    prefix. Of a sample with a layer of zeros, too many rows, another count of layers or experts, or
-    no integers, none can.
+    A row cannot be used in these cases: an id is out of range, an expert occurs twice, the row is
+    in a run of stale rows (`stale_runs`) or after a short run, or the row is missing (too few rows
+    are read as a prefix). No row of a sample can be used in these cases: a layer is all zeros,
+    there are too many rows, another number of layers or experts, or ids that are not integers.
 
     Args:
         routes: per sample ``[tokens - 1, num_layers, K]`` ids of any integer dtype.
@@ -94,7 +94,7 @@ def check_routes(
 def _examine(
     array: RouteIds | None, tokens: Sequence[int], shape: RouteShape
 ) -> tuple[RouteIds, list[_Fault]]:
-    """The rows that are there, by layer with a router, and what is wrong."""
+    """The captured rows of layers with a router, and their faults."""
     rows = len(tokens) - 1
     expected = (rows, shape.num_layers, shape.experts_per_token)
     form_found = f"{getattr(array, 'dtype', type(array).__name__)} {getattr(array, 'shape', '')}"
@@ -132,7 +132,7 @@ def _malformed(ids: RouteIds, shape: RouteShape) -> Iterator[_Fault]:
         yield _fault_at(np.any(outside, axis=2), ids, shape, f"expected expert ids from 0 to {top}")
     if shape.experts_per_token > 1:
         yield from _layers_of_zeros(_zeros(ids), shape)
-    # Column by column, each contiguous: K is small, and so every comparison is one fast pass.
+    # Compare contiguous columns: K is small, and each comparison is one fast pass.
     columns = np.ascontiguousarray(np.moveaxis(ids, 2, 0))  # [K, rows, L]
     twice = np.zeros(ids.shape[:2], dtype=bool)
     for one, other in combinations(columns, 2):
@@ -166,7 +166,8 @@ def _add_top_1_zeros(
     tokens: Sequence[Sequence[int]],
     shape: RouteShape,
 ) -> None:
-    """Layers of zeros of a top-1 model, told from chance by how many different tokens were read."""
+    """Add faults for layers of zeros in a top-1 model, if enough different tokens rule out
+    chance."""
     zeros = [set(_zeros(ids)) for ids, _ in examined]
     if not any(zeros):
         return
@@ -179,7 +180,7 @@ def _add_top_1_zeros(
 
 
 def _replaced(ids: RouteIds, unusable: NDArray[np.bool_], shape: RouteShape) -> RouteIds:
-    """``ids`` with distinct experts in every row that cannot be used, and in those not there."""
+    """``ids`` with distinct experts in every unusable or missing row."""
     spread = spread_experts(len(unusable), shape.experts_per_token, shape.num_experts).numpy()
     whole = np.repeat(spread[:, None], len(shape.moe_layers), axis=1)
     usable = np.flatnonzero(~unusable)

@@ -1,8 +1,9 @@
-"""Whether wide flips are chance or systematic: by layer, column, position, sample and expert.
+"""Tests whether wide flips are random or systematic.
 
-Rounding leaves a wide flip (`rltrain.routing.flips`) in few rows, anywhere. Routes of other tokens,
-layers or samples leave one in nearly every row that they reach. So every axis along which routes
-are stored, sliced or computed is cut into cells, and a cell fails that has too many.
+Rounding causes wide flips (`rltrain.routing.flips`) in few rows, at random places. Routes of other
+tokens, layers or samples cause one in nearly every row that they reach. Routes are stored, sliced
+and computed along several axes: layer, column, position, sample and expert. Every axis is divided
+into cells. A cell fails if it has too many wide flips.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,28 +21,30 @@ from rltrain.routing.flips import WideFlips
 Ints = NDArray[np.int64]
 
 HEALTHY_SHARE = 5e-4
-"""Share of rows that rounding alone makes wide in a layer, at most."""
+"""Maximum share of the rows of a layer in which rounding alone causes a wide flip."""
 CLUSTER = 4
-"""So many wide contexts count as one: those of a sample, or of a token, resemble each other."""
+"""Number of wide contexts that count as one, because contexts of a sample or token are
+correlated."""
 STEPS = 10_000
-"""Over so many healthy steps less than one false alarm is accepted."""
+"""Number of healthy steps in which less than one false alarm is expected."""
 SCATTERED = 0.2
-"""Fit of the best cell below which no cell explains where the wide flips lie."""
+"""Minimum fit of the best cell. Below it no cell explains where the wide flips are."""
 AGAIN = -2
-"""The cell of a wide flip whose row and layer have another one already, where rows are counted."""
+"""Cell number of a further wide flip in the same row and layer, on axes that count rows."""
 NUM_PARTS, EDGE_ROWS, PERIODS = 16, 16, range(2, 65)
 
 
 @dataclass(frozen=True)
 class JudgedStep:
-    """The step that is judged."""
+    """The step whose routes are tested. Judged rows are those of
+    `rltrain.routing.flips.judged_rows`."""
 
     tokens: Ints  # [N]
     seq_lens: Ints  # [B]
-    judged: NDArray[np.bool_]  # `rltrain.routing.flips.judged_rows`  # [N]
+    judged: NDArray[np.bool_]  # [N]
     layers: tuple[int, ...]  # global numbers, in order
     experts_per_token: int
-    uses: Mapping[int, Tensor]  # layer -> judged rows that were given each expert  # [E]
+    uses: Mapping[int, Tensor]  # layer -> judged rows that replayed each expert  # [E]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +52,11 @@ class Finding:
     """A cell in which wide flips are systematic."""
 
     where: str  # e.g. "sample 17 of 64"
-    count: int  # wide flips in it
-    size: int  # its rows, times layers where it is not of one layer, or uses of its expert
-    fit: float  # 1 for a cell that holds all wide flips and nothing else (the F1 score)
-    cells: Ints = field(repr=False)  # of each wide flip, on the axis of this cell  # [W]
-    cell: int
+    count: int  # wide flips in the cell
+    size: int  # rows of the cell; rows x layers for a cell of all layers; uses of an expert's cell
+    fit: float  # F1 score: 1 for a cell that holds all wide flips and nothing else
+    cells: Ints = field(repr=False)  # cell of every wide flip, on the axis of this cell  # [W]
+    cell: int  # number of this cell on its axis
 
     @property
     def share(self) -> float:
@@ -61,46 +64,45 @@ class Finding:
 
     @property
     def inside(self) -> NDArray[np.bool_]:
-        """Which wide flips lie in it.  # [W]"""
+        """True for the wide flips in this cell.  # [W]"""
         is_inside: NDArray[np.bool_] = self.cells == self.cell
         return is_inside
 
 
 class _RowPositions(NamedTuple):
-    """Where rows lie."""
+    """Positions of rows in their samples.  # [rows] each"""
 
     sample: Ints
     position: Ints  # in the sample
-    owed: Ints  # rows of the sample that owe a route
+    num_routed: Ints  # rows of the sample that must have a route
 
 
 @dataclass(frozen=True)
 class _RowAxis:
-    """An axis on which all layers of a row lie in one cell."""
+    """An axis on which all layers of a row are in one cell."""
 
     cell: Callable[[_RowPositions], Ints]  # -1 for none
     num_cells: int
     least_share: float
     name: Callable[[int], str]
-    by_layer: bool = False  # judge each layer apart, too
+    by_layer: bool = False  # also test every layer separately
 
 
 @dataclass(frozen=True)
 class _Axis:
-    cells: Ints  # of each wide flip, -1 for none, `AGAIN` where it is not counted  # [W]
+    cells: Ints  # cell of every wide flip; -1 for none, `AGAIN` if it is not counted  # [W]
     num_cells: int
-    sizes: Callable[[], Ints]  # of each cell: rows, or rows x layers, or uses of an expert  # [C]
+    sizes: Callable[[], Ints]  # size of every cell, see `Finding.size`  # [C]
     least_share: float
     name: Callable[[int], str]
 
 
 def systematic(flips: WideFlips, step: JudgedStep) -> list[Finding]:
-    """The cells that fail, the one that says most first.
+    """The cells that fail, the most telling one first.
 
-    A cell fails where the share of its rows that are wide reaches the axis' least share, and so
-    many different contexts among them are no chance. Rows of the same prefix are one computation,
-    which rounding moves in the same way, so they are one context.
-    """
+    A cell fails on two conditions. The share of its rows with a wide flip reaches the least share
+    of the axis. And so many different contexts are improbable under rounding alone. Rows with the
+    same prefix are one context: they are the same computation, and rounding changes them alike."""
     if not len(flips.rows):
         return []
     axes = list(_axes(flips, step))
@@ -128,9 +130,9 @@ def systematic(flips: WideFlips, step: JudgedStep) -> list[Finding]:
 
 
 def _ordered(findings: list[Finding]) -> list[Finding]:
-    """Best fit first; of several that fit alike, the smallest, and of equal ones the last axis'.
-
-    Where none fits, the flips lie scattered, and the largest cells come first.
+    """Sort by fit, best first. Among similar fits the smallest cell comes first, and among equal
+    sizes that of the last axis. If no cell fits, the flips are scattered; then the largest cells
+    come first.
     """
     best = max((finding.fit for finding in findings), default=0.0)
     if best < SCATTERED:
@@ -144,24 +146,25 @@ def _ordered(findings: list[Finding]) -> list[Finding]:
 
 
 def log_limit(num_cells: int) -> float:
-    """Of the logarithm of a cell's chance: all cells fail a tenth of a time in `STEPS` steps."""
+    """Limit of the log-probability of a cell. With it, 0.1 false alarms of all cells together are
+    expected in `STEPS` steps."""
     return -log(10 * STEPS * num_cells)
 
 
 def fails(
     counts: Ints, distinct: Ints, sizes: Ints, least_share: float, limit: float
 ) -> NDArray[np.bool_]:
-    """Which cells have too many wide flips.
+    """True for cells with too many wide flips.
 
-    Chance is Chernoff's bound on the tail of a Poisson distribution, of clusters of contexts. A
-    cell has as many contexts as make ``distinct`` of them its share, and `HEALTHY_SHARE` of those
-    is what is expected.
+    The log-probability is Chernoff's bound on the tail of a Poisson distribution, applied to
+    clusters of contexts. The number of all contexts of a cell is estimated as ``distinct * sizes /
+    counts``. `HEALTHY_SHARE` of them are expected to be wide.
 
     Args:
-        counts: wide flips of each cell
-        distinct: contexts among them
-        sizes: rows, or what is counted, of each cell
-        limit: of the logarithm of chance
+        counts: wide flips of every cell  # [C]
+        distinct: different contexts among them  # [C]
+        sizes: see `Finding.size`  # [C]
+        limit: of the log-probability
     """
     some = np.maximum(counts, 1)
     clusters = distinct / CLUSTER
@@ -174,7 +177,7 @@ def fails(
 
 
 def _contexts(flips: WideFlips, step: JudgedStep) -> Ints:
-    """The same number for wide flips of equal layer and equal tokens up to their row.  # [W]"""
+    """Context number of every wide flip: equal for the same layer and prefix of tokens.  # [W]"""
     position = _positions_of(np.arange(len(step.tokens)), step).position
     with np.errstate(over="ignore"):  # a polynomial modulo 2 ** 64
         powers = np.cumprod(np.full(int(position.max()) + 1, 0x9E3779B97F4A7C15, dtype=np.uint64))
@@ -195,7 +198,8 @@ def _positions_of(rows: Ints, step: JudgedStep) -> _RowPositions:
 
 
 def _axes(flips: WideFlips, step: JudgedStep) -> Iterator[_Axis]:
-    """A row with several wide experts in a layer counts once, but by column and by expert."""
+    """All axes. A row with several wide experts in a layer counts once, except on the axes of
+    columns and experts."""
     layers, num_layers, k = step.layers, len(step.layers), step.experts_per_token
     at = np.searchsorted(np.asarray(layers), flips.layers)
     again = np.zeros(len(at), dtype=bool)
@@ -275,13 +279,14 @@ def _sizes(axis: _RowAxis, everywhere: Callable[[], _RowPositions]) -> Ints:
 
 
 def _row_axes(num_samples: int) -> Iterator[_RowAxis]:
-    """Of cells that hold the same rows the last axis, and the smallest period, says most."""
+    """The axes of rows, the most telling last: `_ordered` prefers the last of equal cells. So
+    smaller periods come after larger ones."""
     yield from map(_period_axis, reversed(PERIODS))
     yield _RowAxis(
         lambda at: at.sample, num_samples, 0.25, lambda c: f"sample {c} of {num_samples}", True
     )
     yield _RowAxis(
-        lambda at: at.position * NUM_PARTS // at.owed,
+        lambda at: at.position * NUM_PARTS // at.num_routed,
         NUM_PARTS,
         0.05,
         lambda c: f"rows from {c / NUM_PARTS:.0%} to {(c + 1) / NUM_PARTS:.0%} of every sample",
@@ -294,7 +299,9 @@ def _row_axes(num_samples: int) -> Iterator[_RowAxis]:
         lambda c: f"row {c} of every sample",
     )
     yield _RowAxis(
-        lambda at: np.where(at.owed - at.position <= EDGE_ROWS, at.owed - at.position - 1, -1),
+        lambda at: np.where(
+            at.num_routed - at.position <= EDGE_ROWS, at.num_routed - at.position - 1, -1
+        ),
         EDGE_ROWS,
         0.25,
         lambda c: f"the last row but {c} of every sample" if c else "the last row of every sample",

@@ -1,4 +1,4 @@
-"""How wide the flips are that rounding makes, measured by the flips of the same step."""
+"""Estimates how wide flips by rounding can be, from the flips of the same step."""
 
 from math import inf
 
@@ -9,32 +9,34 @@ from rltrain.routing.deficits import NUM_BINS, REPLAYED, upper_edges
 from rltrain.routing.flips import LayerFlips
 
 MIN_RUNNERS_UP = 32
-"""Runners-up below a distance before the share of those given is judged."""
+"""Minimum runners-up below a distance to estimate the share of replayed ones."""
 NARROW = 0.25
 WIDE = 8.0
-"""Scales of the noise above which a deficit is wide. Rounding has heavier tails than a Gaussian."""
+"""A deficit above so many scales of the noise is wide. Rounding has heavier tails than a
+Gaussian."""
 LEAST_SPREAD, MOST_SPREAD = 1 / 32, 1.0
-"""Between these shares of the spread of a layer's logits over experts lies what is wide, whatever
-the noise: a run without rounding does not judge by its last bit, and a run whose routes are wrong
-cannot take them for noise."""
+"""Bounds of the threshold for wide deficits, as shares of the spread of a layer's logits over
+experts. The lower bound keeps a run without rounding from testing its last bit. The upper bound
+keeps a run with wrong routes from taking them for noise."""
 _SCALES = 1.475
-"""Where a Gaussian of scale 1 swaps a quarter of all scores up to that distance."""
+"""Distance up to which Gaussian noise of scale 1 swaps a quarter of the scores."""
 
 
 def noise_scale(runners_up: Tensor) -> float:
-    """Scale of the difference between engine and trainer, from who was given how often.
+    """Scale of the noise between engine and trainer, from how often runners-up were replayed.
 
-    The best expert that a router leaves out is given anyway about every second time if its
-    distance is far below the noise, and never if it is far above. Up to 1.475 scales of a
-    Gaussian a quarter of all are given: the first distance at which it is less, read from 0
-    upwards, yields the scale. Wrong routes give experts at any distance, few of them close by:
-    they add their own share, K / E of the rows that are wrong, to a quarter.
+    A runner-up is the best expert that the trainer's router leaves out. If its distance is far
+    below the noise, it is replayed about every second time. If it is far above, never. Up to a
+    distance of 1.475 scales of Gaussian noise, a quarter of all runners-up are replayed. So the
+    scale follows from the first distance, from 0 upwards, at which the share is below a quarter.
+    Wrong routes replay experts at any distance, few of them close: they add K / E of the wrong rows
+    to the share.
 
     Args:
         runners_up: `rltrain.routing.flips.LayerFlips`  # [256]
 
     Returns:
-        In logits; an upper bound where nothing flips; inf where no distance is free of flips or
+        In logits. It is an upper bound if nothing flips, and inf if no distance is free of flips or
         there are too few rows.
     """
     replayed = runners_up[REPLAYED:].cumsum(0)

@@ -1,6 +1,7 @@
-"""The routes of a step as objects of a store: several samples to one, a block of layers each.
+"""Packs the routes of a step into objects of a store. An object holds several samples and one block
+of layers.
 
-Routes of a sample are ``[rows, L, K]``. Blocks let a pipeline rank fetch the layers it owns alone.
+Routes of a sample are ``[rows, L, K]``. With blocks, a pipeline rank fetches only its own layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ from rltrain.batch import RouteRef
 from rltrain.routing.codec import RouteIds, encode, route_checksum, route_dtype
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
 
-# Samples are put together until an object is this large: small enough that a rank which wants one
-# sample fetches little else, large enough that the store's cost per object vanishes.
+# Maximum bytes of an object of several samples. It is small, so that a rank that needs one sample
+# fetches little else, and large enough to make the cost per object negligible.
 OBJECT_BYTES = 1 << 20
 
 
@@ -24,7 +25,8 @@ def pack_routes(
     weight_version: int,
     producer: str,
 ) -> tuple[list[RouteIds], list[RouteRef]]:
-    """The arrays to put, and a reference for each sample whose ``blocks`` are positions in them."""
+    """The arrays to store, and a reference for each sample. ``blocks`` are indices into the
+    arrays."""
     encoded = [encode(sample.ids, shape.num_experts) for sample in routes]
     itemsize = route_dtype(shape.num_experts).itemsize
     row_bytes = max(block_sizes) * shape.experts_per_token * itemsize
@@ -57,10 +59,10 @@ def pack_routes(
 
 
 def assign_objects(rows: Sequence[int], bytes_per_row: int) -> list[tuple[int, int]]:
-    """Which object each sample goes to, and its first row there.
+    """The object of each sample, and its first row there.
 
-    Samples keep their order; an object is closed when the next sample would make it larger than
-    ``OBJECT_BYTES``, so one that is larger by itself is alone in its object.
+    Samples keep their order. An object is closed if the next sample would make it larger than
+    ``OBJECT_BYTES``. A sample that is larger has its own object.
     """
     placed, number, filled = [], 0, 0
     for count in rows:
@@ -97,9 +99,9 @@ def assemble_routes(
     Args:
         arrays: the object of every block in ``blocks_of(ref, layers)``, keyed by block.
         layers: global numbers, any of ``ref.layers``.
-        out: where to put them and what to return, of their shape and dtype; None: a new array.
+        out: array to fill and return, of the same shape and dtype; None: a new array.
     Raises:
-        ValueError: when an object is not what ``ref`` says it is.
+        ValueError: an object does not match ``ref``.
     """
     spans = _spans(ref.block_sizes)
     shape = (ref.rows, len(layers), ref.experts_per_token)
@@ -119,7 +121,7 @@ def block_layers(ref: RouteRef) -> list[tuple[int, ...]]:
 
 
 def _spans(block_sizes: Sequence[int]) -> list[slice]:
-    """Where each block lies on the layer dim."""
+    """The slice of each block on the layer dim."""
     ends = accumulate(block_sizes)
     return [slice(end - size, end) for size, end in zip(block_sizes, ends, strict=True)]
 

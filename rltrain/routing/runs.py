@@ -1,4 +1,4 @@
-"""Runs of rows, and which runs of equal routes cannot be the router's work."""
+"""Runs of rows, and runs of equal routes that a router cannot have produced."""
 
 from math import ceil, comb, inf, log10
 
@@ -39,20 +39,26 @@ def stale_runs(
 
 
 def stale_tokens(num_layers: int, num_experts: int, experts_per_token: int) -> float:
-    """How many different tokens can share one route in all layers before it must be stale.
+    """Minimum number of different tokens with one route in all layers that make the route stale.
 
-    Rows that were never written keep what an earlier batch left there (sglang#36404: one row, 67
-    times). An honest run of equal rows has equal tokens: in a prompt of one token alone every layer
-    repeats. So different tokens are counted, each once, which leaves loops ("ABABAB") alone too.
+    Rows that were never written keep the routes of an earlier batch (sglang#36404: one row, 67
+    times). A valid run of equal rows has equal tokens: a prompt that repeats one token repeats its
+    route in every layer. So only different tokens are counted, each once. Loops such as "ABABAB"
+    are then no stale runs either.
 
     The threshold n is where ``chance ** (n - 1)`` falls to 1e-12: one false alarm in a hundred runs
-    of 1e10 rows. ``chance`` bounds how often another token takes the same experts in every layer.
-    It is the cube root of that for uniform, independent choices, which allows for uneven and
-    correlated ones, and at least 0.1 in small models. Measured on random models, over pairs of
-    different tokens: 0.11 with 1 layer of top-2 of 8 (bound 0.33), 0.008 with 2 layers (0.11), 0.37
-    with 1 layer of top-1 of 8 (0.5). Where the cube root is below 1e-12 by itself, as in models of
-    a usual size (48 layers of top-8 of 128: 1e-194), one repeat is enough: the row at the boundary
-    of two parts that stands twice.
+    of 1e10 rows. ``chance`` bounds the probability that another token has the same experts in every
+    layer. It is the cube root of the probability for uniform, independent choices, which allows for
+    uneven and correlated choices, and it is at least 0.1 in small models. Measured on random
+    models, over pairs of different tokens:
+
+        layers, top-k of experts   measured   bound
+        1, top-2 of 8              0.11       0.33
+        2, top-2 of 8              0.008      0.11
+        1, top-1 of 8              0.37       0.5
+
+    Models of a usual size have a cube root below 1e-12 (48 layers of top-8 of 128: 1e-194). There
+    one repeat is enough, such as a row that stands twice at the boundary of two parts.
     """
     choices = comb(num_experts, experts_per_token) ** num_layers
     if choices == 1:

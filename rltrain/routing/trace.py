@@ -1,9 +1,8 @@
 """A hash trace of (tokens, routes) from the rollout engine to the routers.
 
-The engine hashes a sample's tokens and routes where it hands them over (`RouteRef`). Here the same
-hashes are taken of what the routers themselves read and used, put back into the sample's order:
-whatever lay between, transport, slicing, packing, schedule, did not change them.
-"""
+The engine hashes a sample's tokens and routes when it returns them (`RouteRef`). The same hashes
+are computed here from the tokens and experts that the routers used, in the order of the sample.
+Equal hashes show that transport, slicing, packing and schedule did not change them."""
 
 from collections.abc import Sequence
 
@@ -17,11 +16,11 @@ from rltrain.routing.objects import block_layers
 def check_refs(
     refs: Sequence[RouteRef], tokens: Sequence[Tensor], weight_versions: Tensor | None
 ) -> None:
-    """Every sample has routes that were captured while its own tokens were read, and no others'.
+    """Check that the routes of every sample were captured for its tokens and weight version.
 
     Args:
-        tokens: of each sample  # [tokens]
-        weight_versions: of the weights that sampled them, where known  # [B]
+        tokens: tokens of each sample  # [tokens]
+        weight_versions: version of the weights that sampled them, if known  # [B]
 
     Raises:
         RuntimeError: naming sample and engine.
@@ -48,16 +47,16 @@ def check_trace(
     """Compare what the routers of ``layers`` did with what the engine sent.
 
     Args:
-        read: per sample the tokens that their rows read  # [tokens]
-        used: per sample the experts they used  # [tokens, len(layers), K]
-        stored: per sample the experts that were fetched; they stand in for the rows without a
-            captured route, which the routers chose themselves  # [tokens, len(layers), K]
-        when: which pass, for the error
-        repeated: per sample the experts that an earlier pass recorded, which the rows without a
-            captured route are to repeat; None lets them choose  # [tokens, len(layers), K]
+        read: per sample, the tokens that the rows read  # [tokens]
+        used: per sample, the experts that the rows used  # [tokens, len(layers), K]
+        stored: per sample, the fetched experts. They replace ``used`` in rows without a captured
+            route, where the routers chose the experts  # [tokens, len(layers), K]
+        when: name of the pass, for the error
+        repeated: per sample, the experts that an earlier pass recorded and that rows without a
+            captured route must repeat; None: these rows choose freely  # [tokens, len(layers), K]
 
     Returns:
-        How many hashes were compared; blocks of which ``layers`` hold a part have none.
+        Number of compared hashes. Blocks of which ``layers`` hold only a part are not compared.
 
     Raises:
         RuntimeError: naming sample, layers and pass.

@@ -131,7 +131,7 @@ def test_where_every_reward_failed_nothing_is_learned(advantage: str) -> None:
     ("name", "said"),
     [
         ("a_tensor", "expected Advantages, found Tensor"),
-        ("short", r"expected advantages of shape \(14,\), one of each token, found \(4,\)"),
+        ("short", r"expected advantages of shape \(14,\), one per token, found \(4,\)"),
         ("nan", "advantages by algorithm.advantage=.*: token 1 of sequence 0 has nan"),
     ],
 )
