@@ -1,22 +1,20 @@
-"""The one batch type.
+"""The batch type.
 
-Sequences lie end to end on one token axis; nothing is padded until a policy worker cuts its own
-micro-batch. Index ``t`` of every ``[N]`` field is about token ``t``: ``logprobs[t]`` is the
-log-probability *of* token ``t``. ``rollout_expert_indices[t]`` is what the rollout engine chose
-while *reading* token ``t``, so the last token of a sequence has none: its ``route_mask`` is False.
+Sequences lie end to end on one token axis. Padding is added only when a policy worker cuts its
+micro-batches. Index ``t`` of every ``[N]`` field is about token ``t``: ``logprobs[t]`` is the
+log-probability *of* token ``t``. ``rollout_expert_indices[t]`` are the experts that the rollout
+engine chose while *reading* token ``t``. So the last token of a sequence has none: its
+``route_mask`` is False.
 
-Dims, one legend for the whole project:
+Dims in the whole project:
 
-    N tokens, B sequences, G group size (responses per prompt), L layers that have a router,
-    K experts per token, E experts, V vocabulary, S local slots of a rank.
+N tokens, B sequences, G group size (responses per prompt), L layers that have a router, K experts
+per token, E experts, V vocabulary, S local slots of a rank.
 
 Two sequences, a prompt of 2 with a response of 2 and a prompt of 1 with a response of 2:
 
-    tokens         = [11, 12, 21, 22,   13, 23, 24]
-    seq_lens       = [4, 3]
-    response_mask  = [ F,  F,  T,  T,    F,  T,  T]
-    route_mask     = [ T,  T,  T,  F,    T,  T,  F]
-"""
+tokens = [11, 12, 21, 22, 13, 23, 24] seq_lens = [4, 3] response_mask = [ F, F, T, T, F, T, T]
+route_mask = [ T, T, T, F, T, T, F]"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -28,21 +26,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RouteRef:
-    """Where one sample's routes lie in the object store, and what they must turn out to be.
+    """Reference to the routes of one sample in the object store, with their checksums.
 
     ``blocks[i]`` refers to an array ``[R, block_sizes[i], K]`` of the i-th block of ``layers``. The
-    sample has the array's rows ``start_row`` up to ``start_row + rows``: short samples share an
-    object, because an object costs about a millisecond whatever its size.
+    rows of the sample are ``start_row`` up to ``start_row + rows``. Short samples share an object,
+    because every object costs about a millisecond.
 
     Raises:
-        ValueError: when the blocks do not hold the layers, or ``missing`` lies outside the rows.
+        ValueError: the blocks do not match the layers, or ``missing`` lies outside the rows.
     """
 
     start_row: int
     rows: int
     first_row: int = 0  # the row of the sample that the first of these is
-    # Half-open ranges of the sample's rows whose experts are not known, in order. What is stored
-    # there is well-formed and means nothing.
+    # Half-open ranges of rows of the sample whose experts are not known, in order. What is stored
+    # there is well-formed and has no meaning.
     missing: tuple[tuple[int, int], ...] = ()
     layers: tuple[int, ...]  # the layers that have a router, among all, counted from 0
     experts_per_token: int
@@ -82,22 +80,22 @@ class Batch:
     """Sequences laid end to end on one token axis.
 
     Raises:
-        ValueError: when two fields disagree about a dim, or ``seq_lens`` do not sum to N.
+        ValueError: two fields disagree about a dim, or ``seq_lens`` do not sum to N.
     """
 
     tokens: Tensor = field(metadata={"dims": ("N",)})  # int64, prompt + response ids
     seq_lens: Tensor = field(metadata={"dims": ("B",)})  # int64, sums to N
     response_mask: Tensor = field(metadata={"dims": ("N",)})  # bool, True = sampled by the policy
     loss_mask: Tensor | None = _dims("N")  # bool, response_mask less whatever is filtered out
-    loss_weights: Tensor | None = _dims("N")  # what each token counts in its mini-batch's loss
+    loss_weights: Tensor | None = _dims("N")  # weights of tokens in the loss of their mini-batch
     rollout_logprobs: Tensor | None = _dims("N")  # vLLM, at sampling
     old_logprobs: Tensor | None = _dims("N")  # Megatron, before the update
     ref_logprobs: Tensor | None = _dims("N")  # the frozen reference
     truncated: Tensor | None = _dims("B")  # bool, the response was cut at the limit
     rewards: Tensor | None = _dims("B")
     token_rewards: Tensor | None = _dims("N")  # the reward at the last token, and penalties
-    values: Tensor | None = _dims("N")  # the critic's, of the prefix before each token
-    returns: Tensor | None = _dims("N")  # what the critic is to learn
+    values: Tensor | None = _dims("N")  # critic, of the prefix before each token
+    returns: Tensor | None = _dims("N")  # targets of the critic
     advantages: Tensor | None = _dims("N")
     correction_weights: Tensor | None = _dims(
         "N"
@@ -108,7 +106,7 @@ class Batch:
     # On the controller references only, one per sequence; [N, L, K] uint8 (E <= 256) or int16 bits
     # of uint16 in a policy worker.
     rollout_expert_indices: Tensor | tuple[RouteRef, ...] | None = _dims("N", "L", "K")
-    # In a policy worker alone: what its routers are to choose, and in which rows they must.
+    # Only in a policy worker: the experts that its routers must choose, and in which rows.
     replay_expert_indices: Tensor | None = _dims("N", "L", "K")
     replay_mask: Tensor | None = _dims("N")
 
@@ -141,15 +139,15 @@ class Batch:
 
     @property
     def offsets(self) -> Tensor:
-        """Where each sequence starts, and N at the end.  # [B + 1]"""
+        """Start of each sequence, and N at the end.  # [B + 1]"""
         return torch.cat([self.seq_lens.new_zeros(1), self.seq_lens.cumsum(0)])
 
     def check_tokens(self, vocab_size: int) -> None:
-        """ValueError for the first token that has no row of an embedding of ``vocab_size`` rows.
+        """Raise ValueError for the first token without a row in an embedding of ``vocab_size``
+        rows.
 
-        Without the check one rank would raise an IndexError, and tensor-parallel ranks would take
-        the token for a padding row.
-        """
+        Without this check, one rank would raise an IndexError, and tensor-parallel ranks would use
+        a padding row."""
         if not len(self.tokens):
             return
         lowest, highest = self.tokens.aminmax()
@@ -163,17 +161,17 @@ class Batch:
             )
 
     def token_index(self, rows: Sequence[int]) -> Tensor:
-        """Where the tokens of the given sequences lie, in their order.  # [n]"""
+        """Token positions of the sequences ``rows``, in that order.  # [n]"""
         spans = [torch.arange(span.start, span.stop) for span in self._spans(rows)]
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
     def _spans(self, rows: Sequence[int]) -> list[slice]:
-        """Of the given sequences, on the token axis."""
+        """Slices of the sequences ``rows`` on the token axis."""
         offsets = self.offsets.tolist()
         return [slice(offsets[r], offsets[r + 1]) for r in rows]
 
     def require(self, *names: str) -> tuple[Tensor, ...]:
-        """The named tensor fields, in the order given; ValueError unless all have been filled."""
+        """The named tensor fields, in that order. Raises ValueError unless all have been filled."""
         if missing := [name for name in names if getattr(self, name) is None]:
             raise ValueError(
                 f"the batch has no {', '.join(missing)}: run the stage that fills it first"
@@ -184,7 +182,7 @@ class Batch:
         return replace(self, **values)
 
     def select(self, rows: Sequence[int]) -> Self:
-        """The given sequences, in the given order, with every field."""
+        """The sequences ``rows``, in that order, with every field."""
         spans = self._spans(rows)
         row_index = torch.tensor(list(rows), dtype=torch.int64)
         chosen: dict[str, Any] = {}
@@ -199,8 +197,8 @@ class Batch:
 
     @classmethod
     def join(cls, batches: Sequence[Self]) -> Self:
-        """One batch of several that have the same fields, in their order; the groups of each stay
-        groups of their own."""
+        """Join batches with the same fields, in order. Groups of different batches stay
+        separate."""
         assert len({frozenset(name for name, _, _ in b._present()) for b in batches}) == 1
         first_group, renumbered = 0, []
         for batch in batches:

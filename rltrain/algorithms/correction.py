@@ -1,8 +1,8 @@
-"""What is done about rho = pi_old / pi_rollout: importance weights, rejection and veto.
+"""Correction of rho = pi_old / pi_rollout: importance weights, rejection and veto.
 
-The rollout engine sampled from pi_rollout, the trainer differentiates pi, and pi_old is what the
-trainer computed before the update. The loss has the ratio pi / pi_old; rho is what it lacks. Log
-ratios of tokens, and sums of them, are clamped to [-20, 20]. Pure torch, no gradient, float64.
+The rollout engine samples from pi_rollout. The trainer computes pi_old before the update, and
+differentiates pi. The loss contains the ratio pi / pi_old, but not rho. Log ratios of tokens, and
+their sums, are clamped to [-20, 20]. Pure torch, no gradient, float64.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from rltrain.config.algorithm import CorrectionConfig
 
 @dataclass(frozen=True)
 class Correction:
-    weights: Tensor  # float32, of the policy loss; 1 where nothing is to be corrected  # [N]
-    mask: Tensor  # bool, what is left of the mask  # [N]
-    metrics: dict[str, float]  # ``correction/``, over the mask as it was given
+    weights: Tensor  # float32, weights of the policy loss; 1 without correction  # [N]
+    mask: Tensor  # bool, the mask without rejected tokens  # [N]
+    metrics: dict[str, float]  # ``correction/``, over the input mask
 
 
 @torch.no_grad()
@@ -31,21 +31,21 @@ def correct(
     seq_lens: Tensor,
     config: CorrectionConfig,
 ) -> Correction:
-    """Weigh tokens by rho, and take out those that are too far off.
+    """Weight tokens by rho, and reject those whose rho is out of bounds.
 
-    TIS is a token's rho truncated (Yao et al. 2025, fengyao.notion.site/off-policy-rl); MIS masks
-    instead, of a sequence's product, and the geometric form is from there, too (Liu et al. 2025,
-    richardli.xyz/rl-collapse); IcePop masks a token's rho on both sides (arXiv:2510.18855, section
-    2.3.2). A weight of 0 leaves its token in the denominator of the loss; rejection and veto take
-    it out of ``mask``, and so out of the denominator.
+    TIS truncates rho of tokens (Yao et al. 2025, fengyao.notion.site/off-policy-rl). MIS masks
+    sequences by the product of rho; the geometric form is from the same source (Liu et al. 2025,
+    richardli.xyz/rl-collapse). IcePop masks rho of tokens on both sides (arXiv:2510.18855, section
+    2.3.2). A token with weight 0 stays in the denominator of the loss. Rejection and veto remove it
+    from ``mask``, and so from the denominator.
 
     Args:
-        old_logprobs, rollout_logprobs: of each token.  # [N]
+        old_logprobs, rollout_logprobs: per token.  # [N]
         mask: bool, the response tokens of the step that are in the loss.  # [N]
         seq_lens: int64  # [B]
 
     Raises:
-        ValueError: shapes that differ, or a NaN or infinity under the mask.
+        ValueError: the shapes differ, or there is NaN or infinity under the mask.
     """
     log_rho = clamped_log_ratio(old_logprobs, rollout_logprobs, mask, seq_lens)
     weights, kept = torch.ones_like(log_rho), mask
@@ -69,7 +69,7 @@ def correct(
 
 
 def _ratio(log_rho: Tensor, mask: Tensor, seq_lens: Tensor, form: str) -> Tensor:
-    """What the bounds apply to, of each token.  # [N]"""
+    """The ratio of each token to which the bounds apply.  # [N]"""
     if form == "token":
         return log_rho.exp()
     if form == "sequence":
@@ -86,7 +86,7 @@ def _ratio(log_rho: Tensor, mask: Tensor, seq_lens: Tensor, form: str) -> Tensor
 def _bounded(
     raw: Tensor, mask: Tensor, config: CorrectionConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights between the bounds, 1 off the mask, and what that took.  # [N] -> [N]"""
+    """Weights within the bounds, 1 off the mask, and their metrics.  # [N] -> [N]"""
     low, high = raw < config.weight_min, raw > config.weight_max
     if config.outside == "truncate":
         weights = raw.clamp(config.weight_min, config.weight_max)
@@ -104,7 +104,7 @@ def _bounded(
 
 
 def _weight_metrics(weights: Tensor, mask: Tensor, seq_lens: Tensor) -> dict[str, float]:
-    """Of the weights as the loss has them."""
+    """Metrics of the weights that the loss uses."""
     present = sequence_sum(mask.double(), seq_lens) > 0
     tokens, sequences = weights[mask], sequence_mean(weights, mask, seq_lens)[present]
     squares = float(tokens.square().mean())
@@ -126,7 +126,7 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def _share(name: str, tokens: Tensor, mask: Tensor, seq_lens: Tensor) -> dict[str, float]:
-    """The share of the given tokens, and of sequences with one of them, in the mask's."""
+    """Share of ``tokens`` in the masked tokens, and of their sequences in the masked sequences."""
     hit, present = (sequence_sum(m.double(), seq_lens) > 0 for m in (tokens, mask))
     return {
         f"{name}_token_fraction": int(tokens.sum()) / int(mask.sum()),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-# exp(20) is 5e8: beyond it an estimate is no estimate, and one token would drown the batch.
+# exp(20) is 5e8. Without the clamp, one token could dominate the whole batch.
 MAX_LOG_RATIO = 20.0
 
 Estimator = Literal["k1", "k2", "k3", "k3_k2"]

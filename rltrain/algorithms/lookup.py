@@ -1,4 +1,4 @@
-"""Finding an advantage or a loss by the name that a configuration has for it."""
+"""Finds an advantage estimator or a loss by its name in the configuration."""
 
 import difflib
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ Part = TypeVar("Part")
 def find_by_name(
     kind: str, name: str, known: Mapping[str, Part], of: type[Part] | None = None
 ) -> Part:
-    """``known[name]``, or what a dotted path ``package.module.name`` leads to.
+    """``known[name]``, or the object at a dotted path ``package.module.name``.
 
     Args:
         kind: the configuration key, for errors
-        of: what one's own must be an instance of; None takes any callable
+        of: class of which a user's object must be an instance; None: any callable
 
     Raises:
-        ValueError: there is no such name, module or attribute, or it is of another kind.
+        ValueError: there is no such name, module or attribute, or the object has another type.
     """
     if name in known:
         return known[name]

@@ -1,8 +1,8 @@
-"""How far the trainer's log-probabilities are from the ones the rollout engine sampled with.
+"""Mismatch between the log-probabilities of the trainer and of the rollout engine.
 
-With d = log pi_train - log pi_rollout of a sampled token, clamped to [-20, 20] so that one
-hopeless token cannot overflow the exponentials, as a sequence's sum of them is. Pure torch, no
-gradient, float64. Formulas: `rltrain.tracking.catalogue`.
+d = log pi_train - log pi_rollout of a sampled token. d, and its sum over a sequence, are clamped to
+[-20, 20], so that one token cannot overflow the exponentials. Pure torch, no gradient, float64.
+Formulas: `rltrain.tracking.catalogue`.
 """
 
 import torch
@@ -25,12 +25,12 @@ def mismatch_metrics(
     """The ``mismatch/`` metrics of one batch, named under ``area``.
 
     Args:
-        logprobs: the trainer's, of each token.  # [N]
-        rollout_logprobs: the engine's, at sampling.  # [N]
+        logprobs: of the trainer, per token.  # [N]
+        rollout_logprobs: of the engine, at sampling.  # [N]
         mask: bool, True on the response tokens to compare.  # [N]
         seq_lens: int64  # [B]
-        flipped: bool, True where a route flip can reach the token's log-probability; None where
-            it was not measured, which leaves its metrics out.  # [N]
+        flipped: bool, True where a route flip can change the log-probability of the token. None: it
+            was not measured, and its metrics are left out.  # [N]
 
     Raises:
         ValueError: shapes that differ, an empty mask, or a NaN or infinity under the mask.
@@ -78,9 +78,9 @@ def clamped_log_ratio(
 
 
 def _divergences(diff: Tensor) -> dict[str, Tensor]:
-    """Estimates from the rollout's samples; those of KL and JS are f(rho) with f(1) = f'(1) = 0."""
+    """Divergence estimates from the rollout's samples. For KL and JS: f(rho), f(1) = f'(1) = 0."""
     rho = diff.exp()
-    log_mean = (diff.expm1() / 2).log1p()  # of the two policies' mean, over the rollout's
+    log_mean = (diff.expm1() / 2).log1p()  # log of (the mean of both policies / the rollout's)
     return {
         "k1": -diff.mean(),
         "k3": (diff.expm1() - diff).mean(),
@@ -116,7 +116,7 @@ def _probabilities(probs: Tensor, rollout_probs: Tensor) -> dict[str, Tensor]:
 def _sequences(
     logprobs: Tensor, rollout_logprobs: Tensor, diff: Tensor, mask: Tensor, seq_lens: Tensor
 ) -> dict[str, Tensor]:
-    """What is a mean over sequences with a token to compare, or the worst of them."""
+    """Means over sequences with a masked token, and the worst sequence."""
     present = sequence_sum(mask.double(), seq_lens) > 0
     log_ppl = -sequence_mean(logprobs.double(), mask, seq_lens)[present]
     rollout_log_ppl = -sequence_mean(rollout_logprobs.double(), mask, seq_lens)[present]

@@ -1,4 +1,4 @@
-"""What one micro-batch adds to the objective, and to the sums behind its metrics."""
+"""Contribution of one micro-batch to the objective, and to the sums of its metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from rltrain.algorithms.reduce import weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
 
 RATIO_STEPS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4, 0.5, 2.0)
-"""Distances of a token's log ratio from 0 at which tokens beyond are counted."""
+"""Thresholds of a token's absolute log ratio. Tokens beyond each of them are counted."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums and maxima over tokens: they add up over micro-batches and ranks, means do not."""
+    """Sums and maxima over tokens. Unlike means, they combine over micro-batches and ranks."""
 
     totals: dict[str, Tensor]
     maxima: dict[str, Tensor]
@@ -26,13 +26,13 @@ class Sums:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the controller computed of a micro-batch's tokens.  # [S] each"""
+    """Values of a micro-batch's tokens that the controller computed.  # [S] each"""
 
     old_logprobs: Tensor
     advantages: Tensor
-    weights: Tensor  # what each token counts; 0 for prompt, padding and filtered tokens
+    weights: Tensor  # loss weights; 0 for prompt, padding and filtered tokens
     ref_logprobs: Tensor | None = None
-    correction_weights: Tensor | None = None  # importance weights of the policy loss alone
+    correction_weights: Tensor | None = None  # importance weights, only of the policy loss
 
 
 def policy_objective(
@@ -44,12 +44,13 @@ def policy_objective(
     config: AlgorithmConfig,
     kl_coef: float,
 ) -> tuple[Tensor, Sums]:
-    """The policy loss, plus KL to the reference, minus entropy bonus, each weighted alike.
+    """The policy loss, plus KL to the reference, minus the entropy bonus, with the same token
+    weights.
 
     Args:
         logprobs, entropy: of the current policy, with gradient  # [S]
         sequence_mean: see `LossInputs`
-        kl_coef: of the KL in the loss, now
+        kl_coef: current coefficient of the KL in the loss
 
     Returns:
         This micro-batch's share of the loss (scalar), and its sums.
@@ -75,7 +76,7 @@ def policy_objective(
         "ratio": token_loss.ratio,
         "kl": log_r.expm1() - log_r,
         "entropy": entropy,
-        # What is not a number is beyond all of them.
+        # NaN counts as beyond all thresholds.
         **{
             f"ratio_beyond/{x:g}": ~(token_loss.ratio.detach().log().abs() <= x)
             for x in RATIO_STEPS
@@ -96,7 +97,7 @@ def policy_objective(
         totals=sums | {name: _total(counted, x) for name, x in totals.items()},
         maxima={
             "ratio_max": _where(counted, ratio).amax(),
-            # Of the negated, so that all extremes are maxima.
+            # The maximum of the negated ratio, so that all extremes are maxima.
             "ratio_min": torch.where(counted, -ratio, -torch.inf).amax(),
             "entropy_max": entropy.detach().amax(),
         },
@@ -128,7 +129,8 @@ def value_objective(
 
     Args:
         values: with gradient  # [S]
-        old_values: before the update; returns: what is to be learned  # [S]
+        old_values: values before the update  # [S]
+        returns: targets of the values  # [S]
 
     Returns:
         This micro-batch's share of the loss (scalar), and its sums.
@@ -137,7 +139,7 @@ def value_objective(
     values = _where(counted, values)
     loss = (values - returns).square() / 2
     if clip is not None:
-        # Not as a difference that is added again: rounding would count as clipped.
+        # Clamp the values, not their difference: its rounding would count as clipped.
         moved = values.clamp(old_values - clip, old_values + clip)
         bounded = (moved - returns).square() / 2
         clipped = bounded > loss
@@ -151,8 +153,8 @@ def value_objective(
 
 
 def _where(counted: Tensor, values: Tensor) -> Tensor:
-    """0 where nothing is counted. A weight of 0 is not enough: through exp or a square, 0 times NaN
-    would be the gradient.  # [S], [S] -> [S]"""
+    """``values``, and 0 where a token is not counted. A weight of 0 is not enough: the gradient
+    through exp or a square would be 0 times NaN.  # [S], [S] -> [S]"""
     return torch.where(counted, values, 0.0)
 
 

@@ -1,7 +1,7 @@
-"""The one reducer: a loss is ``sum(weights * per_token)``, and the weights know the denominator.
+"""The reducer of all losses: ``sum(weights * per_token)``. The weights contain the denominator.
 
-Weights are made once for a whole mini-batch, before it is cut into data-parallel shards and
-micro-batches. So loss and gradient do not depend on how it is cut: there is no mean of means.
+Weights are computed once for a whole mini-batch, before it is cut into data-parallel shards and
+micro-batches. So loss and gradient do not depend on how the mini-batch is cut.
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ Aggregation = Literal[
 def loss_weights(
     loss_mask: Tensor, seq_lens: Tensor, aggregation: Aggregation, max_response_tokens: int
 ) -> Tensor:
-    """The weight of every token of one mini-batch; all zero if nothing is left.
+    """The weight of every token of one mini-batch; all zero if no token is in the loss.
 
     ``token_mean`` (DAPO, arXiv:2503.14476, equation 12): 1 / masked tokens.
     ``sequence_mean_token_mean`` (GRPO, arXiv:2402.03300, equation 3): 1 / masked tokens of the
@@ -47,5 +47,5 @@ def loss_weights(
 
 
 def weighted_sum(weights: Tensor, per_token: Tensor) -> Tensor:
-    """``sum(weights * per_token)`` over tokens that have a weight; a NaN elsewhere stays out."""
+    """``sum(weights * per_token)`` over tokens with a weight. NaN elsewhere is ignored."""
     return torch.where(weights != 0, weights * per_token, 0.0).sum()

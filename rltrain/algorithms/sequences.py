@@ -1,11 +1,11 @@
-"""Sequences lie end to end on one token axis: what is summed, averaged or refused by sequence."""
+"""Sums, means and checks by sequence, for sequences that lie end to end on one token axis."""
 
 import torch
 from torch import Tensor
 
 
 def sequence_of(seq_lens: Tensor) -> Tensor:
-    """Which sequence each token is of.  # [B] -> [N]"""
+    """Sequence number of each token.  # [B] -> [N]"""
     return torch.arange(len(seq_lens)).repeat_interleave(seq_lens)
 
 
@@ -16,7 +16,7 @@ def sequence_sum(values: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, seq_lens: Tensor) -> Tensor:
-    """Over the masked tokens of each sequence; 0 where it has none.  # [N], [N] -> [B]"""
+    """Mean over the masked tokens of each sequence; 0 if there are none.  # [N], [N] -> [B]"""
     sums = sequence_sum(torch.where(mask, values, 0.0), seq_lens)
     return sums / sequence_sum(mask.to(values.dtype), seq_lens).clamp_min(1)
 

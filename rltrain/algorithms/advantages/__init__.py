@@ -1,4 +1,5 @@
-"""Advantages by name. A new one is a file here and an entry in ``ADVANTAGES`` (docs/extend.md)."""
+"""Advantage estimators by name. To add one, add a file here and an entry in ``ADVANTAGES``
+(docs/extend.md)."""
 
 from rltrain.algorithms.advantages.advantage_inputs import Advantage
 from rltrain.algorithms.advantages.gae import gae
@@ -19,7 +20,7 @@ ADVANTAGES = {
 
 
 def find_advantage(name: str) -> Advantage:
-    """The advantage ``algorithm.advantage`` names.
+    """The advantage estimator named by ``algorithm.advantage``.
 
     Raises:
         ValueError: see `rltrain.algorithms.lookup.find_by_name`.
@@ -33,5 +34,5 @@ def needs_critic(algorithm: AlgorithmConfig) -> bool:
 
 
 def critic_only_steps(config: Config) -> int:
-    """First steps of a run in which the critic alone is updated."""
+    """Number of first steps in which only the critic is updated."""
     return config.critic.warmup_steps if needs_critic(config.algorithm) else 0

@@ -1,4 +1,4 @@
-"""What an advantage is computed from, and what it is."""
+"""Inputs and outputs of advantage estimators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from rltrain.algorithms.sequences import require_finite, sequence_of, sequence_s
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """A whole step's responses. A sequence whose reward failed has no token in ``mask``.
+    """The responses of a whole step. A sequence whose reward failed has no token in ``mask``.
 
     Raises:
         ValueError: a reward or a value under the mask is NaN or infinite; names it.
     """
 
-    rewards: Tensor  # float, of each sequence, a failed one's is not read  # [B]
+    rewards: Tensor  # float, per sequence; not read if the reward failed  # [B]
     token_rewards: Tensor  # float, `rewards` at the last response token, and penalties  # [N]
     seq_lens: Tensor  # [B]
-    group_ids: Tensor  # int64, which prompt each sequence answers  # [B]
+    group_ids: Tensor  # int64, the prompt that each sequence answers  # [B]
     mask: Tensor  # bool, response tokens of scored sequences  # [N]
-    values: Tensor | None = None  # float, of the prefix before each token  # [N]
+    values: Tensor | None = None  # float, values of the prefix before each token  # [N]
     gamma: float = 1.0
     lam: float = 1.0
 
@@ -40,44 +40,44 @@ class AdvantageInputs:
 
     @property
     def scored(self) -> Tensor:
-        """bool, sequences with a token under the mask.  # [B]"""
+        """True for sequences with a token under the mask.  # [B]"""
         return sequence_sum(self.mask.double(), self.seq_lens) > 0
 
     @property
     def scores(self) -> Tensor:
-        """float64, what a sequence's tokens were rewarded together.  # [B]"""
+        """float64, sum of the token rewards of each sequence.  # [B]"""
         rewarded = torch.where(self.mask, self.token_rewards.double(), 0.0)
         return sequence_sum(rewarded, self.seq_lens)
 
     @property
     def owner(self) -> Tensor:
-        """Which sequence each masked token is of.  # [M]"""
+        """Sequence number of each masked token.  # [M]"""
         return sequence_of(self.seq_lens)[self.mask]
 
     def at_mask(self, values: Tensor) -> Tensor:
-        """Numbers of the masked tokens at their places, in float32, 0 elsewhere.  # [M] -> [N]"""
+        """float32, ``values`` at the masked tokens, 0 elsewhere.  # [M] -> [N]"""
         return torch.zeros(len(self.mask)).masked_scatter_(self.mask, values.float())
 
     def over_tokens(self, per_sequence: Tensor) -> Tensor:
-        """Give every masked token its sequence's number, the others zero.  # [B] -> [N]"""
+        """The value of the sequence at every masked token, 0 elsewhere.  # [B] -> [N]"""
         return self.at_mask(per_sequence[self.owner])
 
 
 @dataclass(frozen=True)
 class Advantages:
     advantages: Tensor  # float32, 0 off the mask  # [N]
-    returns: Tensor | None = None  # float32, what a critic is to learn, 0 off the mask  # [N]
+    returns: Tensor | None = None  # float32, targets of the critic, 0 off the mask  # [N]
 
 
 def require_advantages(result: Advantages, inputs: AdvantageInputs, name: str) -> Advantages:
-    """``found``, if it is what an advantage has to be: one's own may be anything.
+    """Return ``result`` after checks, because a user's estimator may return anything.
 
     Args:
-        name: what ``algorithm.advantage`` is, for errors
+        name: value of ``algorithm.advantage``, for errors
 
     Raises:
-        ValueError: it is no `Advantages`, has not a number for each token, or one under the mask is
-            NaN or infinite.
+        ValueError: it is no `Advantages`, does not have one number per token, or has NaN or
+            infinity under the mask.
     """
     if not isinstance(result, Advantages):
         raise ValueError(
@@ -90,7 +90,7 @@ def require_advantages(result: Advantages, inputs: AdvantageInputs, name: str) -
         if values.shape != inputs.mask.shape:
             raise ValueError(
                 f"algorithm.advantage={name}: expected {field} of shape "
-                f"{tuple(inputs.mask.shape)}, one of each token, found {tuple(values.shape)}"
+                f"{tuple(inputs.mask.shape)}, one per token, found {tuple(values.shape)}"
             )
         where = f"{field} by algorithm.advantage={name}"
         require_finite(where, values, inputs.mask, inputs.seq_lens)
@@ -103,6 +103,6 @@ class Advantage:
 
     estimate: Callable[[AdvantageInputs], Advantages]
     compares: bool = False
-    """Whether it compares the responses to a prompt, so that one alone learns nothing."""
+    """Whether it compares the responses to a prompt. A single response then has no advantage."""
     needs_values: bool = False
     """Whether a critic is built."""

@@ -8,9 +8,9 @@ from rltrain.algorithms.advantages.per_token import discounted_sums, whitened
 
 def gae(inputs: AdvantageInputs) -> Advantages:
     """``A_t = sum over k of (gamma lam)^k delta_(t+k)``, ``delta_t = r_t + gamma V_(t+1) - V_t``
-    (arXiv:1506.02438, equation 16), over masked tokens alone: what follows one is the next masked
-    token of its sequence, and after the last the value is 0. The advantages are whitened over the
-    step, the returns ``A_t + V_t`` are made of them as they were before.
+    (arXiv:1506.02438, equation 16), over masked tokens only. The successor of a token is the next
+    masked token of its sequence. After the last token the value is 0. The returns are ``A_t + V_t``
+    with advantages before whitening. The advantages are whitened over the step.
     """
     assert inputs.values is not None, "a critic is built for what needs_values"
     rewards = inputs.token_rewards[inputs.mask].double()

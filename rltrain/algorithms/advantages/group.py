@@ -12,8 +12,8 @@ STD_EPS = 1e-6
 
 def grpo(inputs: AdvantageInputs) -> Advantages:
     """``A_i = (r_i - mean(r)) / (std(r) + 1e-6)`` over a group (DeepSeekMath, arXiv:2402.03300,
-    section 4.1.2), with the unbiased standard deviation. A group whose rewards are all equal, or
-    of one response, has nothing to compare: its advantages are exactly zero.
+    section 4.1.2), with the unbiased standard deviation. The advantages of a group are exactly 0 if
+    its rewards are all equal, or if it has one response.
     """
     groups = Groups.of(inputs)
     centered = groups.centered(inputs.scores)
@@ -28,9 +28,9 @@ def dr_grpo(inputs: AdvantageInputs) -> Advantages:
 
 
 def rloo(inputs: AdvantageInputs) -> Advantages:
-    """``A_i = r_i - mean of the group's others`` (arXiv:2402.14740, equation 8): the distance from
-    the mean of all n, times ``n / (n - 1)``. One response alone has no others: 0.
-    """
+    """``A_i = r_i - mean of the other responses of the group`` (arXiv:2402.14740, equation 8). This
+    equals the distance from the mean of all n, times ``n / (n - 1)``. It is 0 for a single
+    response."""
     groups = Groups.of(inputs)
     stretch = groups.count / (groups.count - 1).clamp_min(1)
     return Advantages(inputs.over_tokens(groups.centered(inputs.scores) * stretch[groups.index]))
@@ -38,9 +38,9 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 
 @dataclass(frozen=True)
 class Groups:
-    """The scored sequences by prompt; the others are of no group."""
+    """The scored sequences by prompt. Sequences that are not scored belong to no group."""
 
-    index: Tensor  # int64, from 0  # [B]
+    index: Tensor  # int64, group number from 0  # [B]
     scored: Tensor  # bool  # [B]
     count: Tensor  # float64, scored sequences of each group  # [groups]
 
@@ -53,18 +53,18 @@ class Groups:
         return cls(index, scored, count.index_add_(0, index, scored.double()))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Over the scored sequences of each group.  # [B] -> [groups]"""
+        """Sums over the scored sequences of each group.  # [B] -> [groups]"""
         kept = torch.where(self.scored, values, 0.0)
         return torch.zeros_like(self.count).index_add_(0, self.index, kept)
 
     def centered(self, values: Tensor) -> Tensor:
-        """Less the group's mean; exactly 0 where a group's are one number.  # [B] -> [B]"""
+        """Minus the mean of the group; exactly 0 if all of a group are equal.  # [B] -> [B]"""
         less = values - (self.sums(values) / self.count.clamp_min(1))[self.index]
-        # Equal values may differ from their mean by rounding; dividing that by its size is noise.
+        # Equal values may differ from their mean by rounding, which must not be amplified.
         return torch.where(self._all_equal(values)[self.index], 0.0, less)
 
     def _all_equal(self, values: Tensor) -> Tensor:
-        """True for each group whose scored values are one number.  # [groups]"""
+        """True for each group whose scored values are all equal.  # [groups]"""
         low, high = torch.full_like(self.count, torch.inf), torch.full_like(self.count, -torch.inf)
         index, kept = self.index[self.scored], values[self.scored]
         low = low.scatter_reduce(0, index, kept, "amin")

@@ -1,4 +1,4 @@
-"""What advantages that differ from token to token are made with, in float64."""
+"""Functions for advantages that differ from token to token, in float64."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ def discounted_sums(terms: Tensor, decay: float, owner: Tensor) -> Tensor:
     """``y_t = x_t + decay * y_(t+1)`` within each sequence, 0 after its end.
 
     Args:
-        terms: of the masked tokens  # [M]
-        owner: which sequence each is of; a sequence's are neighbors  # [M]
+        terms: one per masked token  # [M]
+        owner: sequence number of each; tokens of a sequence are adjacent  # [M]
 
     Returns:
         float64  # [M]
@@ -27,8 +27,8 @@ def discounted_sums(terms: Tensor, decay: float, owner: Tensor) -> Tensor:
 
 def whitened(values: Tensor) -> Tensor:
     """``(x - mean(x)) / sqrt(var(x) + 1e-8)`` with the biased variance (division by the count), as
-    in the code of arXiv:1909.08593 (openai/lm-human-preferences, ``core.whiten``). Exactly 0 where
-    all are one number: their distance from their mean is rounding.  # [M] -> [M]
+    in the code of arXiv:1909.08593 (openai/lm-human-preferences, ``core.whiten``). Exactly 0 if
+    all values are equal: their distance from the mean is only rounding.  # [M] -> [M]
     """
     values = values.double()
     if len(values) == 0 or bool(values.min() == values.max()):

@@ -1,4 +1,5 @@
-"""Policy losses by name. A new one is a file here and an entry in ``LOSSES`` (docs/extend.md)."""
+"""Policy losses by name. To add one, add a file here and an entry in ``LOSSES``
+(docs/extend.md)."""
 
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ LOSSES: dict[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "pg": pg}
 
 
 def find_loss(name: str) -> Loss:
-    """The loss ``algorithm.loss`` names.
+    """The loss named by ``algorithm.loss``.
 
     Raises:
         ValueError: see `rltrain.algorithms.lookup.find_by_name`.

@@ -1,4 +1,4 @@
-"""What a policy loss is computed from, and what it is: numbers per token, never a mean."""
+"""Inputs and outputs of policy losses. A loss is a number per token, never a mean."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from rltrain.config.algorithm import AlgorithmConfig
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The slots of one micro-batch on one rank. What lies off the mask means nothing."""
+    """The slots of one micro-batch on one rank. Values off the mask have no meaning."""
 
     logprobs: Tensor  # of the current policy, with gradient  # [S]
     old_logprobs: Tensor  # [S]
     advantages: Tensor  # [S]
     mask: Tensor  # bool, tokens in the loss  # [S]
     sequence_mean: Callable[[Tensor], Tensor]
-    """A number per slot -> its mean over the loss tokens of the slot's sequence, also those that
-    other context-parallel ranks hold. Without gradient.  # [S] -> [S]"""
+    """Mean of a number per slot over the loss tokens of the slot's sequence, including those of
+    other context-parallel ranks. Without gradient. # [S] -> [S]"""
     config: AlgorithmConfig
 
     @property
@@ -32,17 +32,19 @@ class LossInputs:
 @dataclass(frozen=True)
 class TokenLoss:
     loss: Tensor  # with gradient  # [S]
-    ratio: Tensor  # the importance ratio that the loss is made of  # [S]
+    ratio: Tensor  # the importance ratio in the loss  # [S]
     stats: Mapping[str, Tensor] = field(default_factory=dict)
-    """Whatever has a mean over the loss tokens to be logged: clip fractions as ``policy/NAME``, and
-    what a loss of one's own adds as ``custom/NAME``.  # [S] each"""
+    """Statistics whose mean over the loss tokens is logged: clip fractions as ``policy/NAME``,
+    statistics of a user's loss as ``custom/NAME``.  # [S] each"""
 
 
 def require_token_loss(result: TokenLoss, inputs: LossInputs) -> TokenLoss:
-    """``found``, if it has a number for each slot: a mean would be weighted as one, unseen.
+    """Return ``result`` after checking that it has one number per slot.
+
+    A mean would silently be weighted like one slot.
 
     Raises:
-        ValueError: it is no `TokenLoss`, or a shape is another.
+        ValueError: it is no `TokenLoss`, or a shape differs.
     """
     name = f"algorithm.loss={inputs.config.loss}"
     if not isinstance(result, TokenLoss):
@@ -57,7 +59,7 @@ def require_token_loss(result: TokenLoss, inputs: LossInputs) -> TokenLoss:
 
 
 def clip_stats(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Where clipping to ``[1 - clip_low, 1 + clip_high]`` removes the gradient, by side."""
+    """True where clipping to ``[1 - clip_low, 1 + clip_high]`` removes the gradient, by side."""
     return {
         "clip_fraction_low": (ratio < 1 - config.clip_low) & (advantages < 0),
         "clip_fraction_high": (ratio > 1 + config.clip_high) & (advantages > 0),

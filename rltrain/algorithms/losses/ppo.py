@@ -13,7 +13,7 @@ from rltrain.algorithms.losses.loss_inputs import (
 def ppo(inputs: LossInputs) -> TokenLoss:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv:1707.06347, equation 7, negated), with two
     clip ranges (DAPO, arXiv:2503.14476, equation 10). With ``dual_clip`` c it is at most ``-c A``
-    where A < 0 (arXiv:1912.09729, equation 5): a ratio that ran away cannot rule the batch.
+    where A < 0 (arXiv:1912.09729, equation 5), so that one large ratio cannot dominate the batch.
     """
     ratio, advantages, config = inputs.log_ratio.exp(), inputs.advantages, inputs.config
     loss = clipped_surrogate(ratio, advantages, config)
