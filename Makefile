@@ -1,5 +1,5 @@
 # Every target does the set-up it needs; a second run re-installs nothing.
-.PHONY: setup demo test mutants lint type fmt bench lock
+.PHONY: setup demo test mutants lint type fmt sizes bench lock
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -62,6 +62,10 @@ type: setup
 fmt: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+# Prints lines by room, and what is longer than it should be; enforces nothing.
+sizes: setup
+	$(BIN)/python tests/sizes.py
 
 # In sizes for a CPU; as they are these commands measure a slice of Qwen3-30B-A3B on a GPU.
 # make bench BENCH=after && rltrain bench compare before after
