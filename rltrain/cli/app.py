@@ -10,14 +10,14 @@ from rltrain.config.reference import keys, show
 Arguments = Sequence[str]
 
 
-def train(arguments: Arguments) -> int:
+def _train(arguments: Arguments) -> int:
     """Train: +recipe=NAME [name=value ...]; the same as python -m rltrain.main."""
     from rltrain.main import main as run
 
     return run(arguments)
 
 
-def list_keys(arguments: Arguments) -> int:
+def _list_keys(arguments: Arguments) -> int:
     """List the configuration keys that contain WORD, with their types and defaults."""
     word = arguments[0] if arguments else ""
     for key in keys():
@@ -28,7 +28,7 @@ def list_keys(arguments: Arguments) -> int:
     return 0
 
 
-def import_(arguments: Arguments) -> int:
+def _import(arguments: Arguments) -> int:
     """Write a Hugging Face FOLDER as a checkpoint of Megatron's, OUT: rltrain import -h."""
     _ignore_import_warnings()
     from rltrain.cli.convert_command import import_ as run
@@ -36,7 +36,7 @@ def import_(arguments: Arguments) -> int:
     return run(arguments)
 
 
-def export(arguments: Arguments) -> int:
+def _export(arguments: Arguments) -> int:
     """Write a checkpoint of a run, or an imported one, as a Hugging Face folder OUT."""
     _ignore_import_warnings()
     from rltrain.cli.convert_command import export as run
@@ -44,28 +44,28 @@ def export(arguments: Arguments) -> int:
     return run(arguments)
 
 
-def report(arguments: Arguments) -> int:
+def _report(arguments: Arguments) -> int:
     """Write the report of RUN anew from the files in its folder."""
     from rltrain.cli.report_command import report as run
 
     return run(arguments)
 
 
-def plan(arguments: Arguments) -> int:
+def _plan(arguments: Arguments) -> int:
     """Show placement, batch and memory of +recipe=NAME [name=value ...]; nothing starts."""
     from rltrain.cli.plan_command import plan as run
 
     return run(arguments)
 
 
-def data(arguments: Arguments) -> int:
+def _data(arguments: Arguments) -> int:
     """Show the data of +recipe=NAME [name=value ...] as the model sees them; nothing starts."""
     from rltrain.cli.data_command import data as run
 
     return run(arguments)
 
 
-def verify(arguments: Arguments) -> int:
+def _verify(arguments: Arguments) -> int:
     """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
     _ignore_import_warnings()
     from rltrain.verification.verify_command import verify as run
@@ -73,7 +73,7 @@ def verify(arguments: Arguments) -> int:
     return run(arguments)
 
 
-def routes(arguments: Arguments) -> int:
+def _routes(arguments: Arguments) -> int:
     """Record, replay, compare, inspect or slice routes outside of a run: rltrain routes -h."""
     _ignore_import_warnings()
     from rltrain.verification.routes_command import routes as run
@@ -87,14 +87,14 @@ def _ignore_import_warnings() -> None:
     warnings.simplefilter("ignore", UserWarning)
 
 
-def bench(arguments: Arguments) -> int:
+def _bench(arguments: Arguments) -> int:
     """Say what became worse between two results of benchmarks/: compare OLD NEW."""
     from rltrain.cli.bench_command import bench as run
 
     return run(arguments)
 
 
-def dashboard(arguments: Arguments) -> int:
+def _dashboard(arguments: Arguments) -> int:
     """Save the dashboard as a view of the wandb project ENTITY/PROJECT."""
     from rltrain.cli.report_command import dashboard as run
 
@@ -102,17 +102,17 @@ def dashboard(arguments: Arguments) -> int:
 
 
 COMMANDS: dict[str, Callable[[Arguments], int]] = {
-    "train": train,
-    "report": report,
-    "import": import_,
-    "export": export,
-    "keys": list_keys,
-    "data": data,
-    "plan": plan,
-    "verify": verify,
-    "routes": routes,
-    "bench": bench,
-    "dashboard": dashboard,
+    "train": _train,
+    "report": _report,
+    "import": _import,
+    "export": _export,
+    "keys": _list_keys,
+    "data": _data,
+    "plan": _plan,
+    "verify": _verify,
+    "routes": _routes,
+    "bench": _bench,
+    "dashboard": _dashboard,
 }
 """Name -> function of the arguments after the name; its docstring is the help."""
 

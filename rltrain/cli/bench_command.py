@@ -37,46 +37,46 @@ def bench(arguments: Sequence[str]) -> int:
     parser.add_argument("old", type=Path, help="a result, or a folder of them")
     parser.add_argument("new", type=Path)
     options = parser.parse_args(arguments)
-    old, new = read(options.old), read(options.new)
+    old, new = read_results(options.old), read_results(options.new)
     if missing := sorted(old.keys() - new.keys()):
         raise ValueError(f"{options.new}: expected results of {missing} too, as in {options.old}")
-    found = {name: compare(old[name], new[name]) for name in sorted(old)}
-    for name, changes in found.items():
+    changes_of = {name: compare_results(old[name], new[name]) for name in sorted(old)}
+    for name, changes in changes_of.items():
         sys.stdout.write(
-            "\n".join([name, *notes(old[name], new[name]), *map(line, changes)]) + "\n"
+            "\n".join([name, *notes(old[name], new[name]), *map(change_line, changes)]) + "\n"
         )
-    return int(any(change.worse for changes in found.values() for change in changes))
+    return int(any(change.worse for changes in changes_of.values() for change in changes))
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Results by the name of their benchmark.
 
     Raises:
         ValueError: a file is not one, or a folder has none, or two of one benchmark.
     """
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for file in files:
         try:
-            given = json.loads(file.read_text())
-            result = {key: given[key] for key in PARTS}
+            content = json.loads(file.read_text())
+            result = {key: content[key] for key in PARTS}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file}: expected what a command of benchmarks/ writes with --out, found "
                 f"{type(error).__name__}: {error}"
             ) from error
         name = result["benchmark"]
-        if name in found:
+        if name in results:
             raise ValueError(f"{path}: expected one result of {name}, found two; name the files")
-        found[name] = result
-    if not found:
+        results[name] = result
+    if not results:
         raise ValueError(
             f"{path}: expected a result of benchmarks/ or a folder of them, found none"
         )
-    return found
+    return results
 
 
-def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Ratios and, of one and the same machine, what was measured.
 
     Raises:
@@ -110,7 +110,7 @@ def notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def line(change: Change) -> str:
+def change_line(change: Change) -> str:
     verdict = "WORSE" if change.worse else "better" if change.better else ""
     return f"  {change.name:<40} {change.old:>30} -> {change.new:<30} {verdict}".rstrip()
 
@@ -121,7 +121,7 @@ def _pairs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _judge(name: str, old: Any, new: Any, sign: int) -> Change:
-    """What is no longer measured is worse: nobody would see it become so."""
+    """A number that disappears is reported as worse: it could hide a regression."""
     if old is None or new is None:
         return Change(name, _show(old), _show(new), worse=new is None)
     exact = name.endswith("_bytes")
@@ -129,8 +129,10 @@ def _judge(name: str, old: Any, new: Any, sign: int) -> Change:
     (old_low, old_high), (new_low, new_high) = _bounds(old), _bounds(new)
     lower, higher = new_high < old_low, new_low > old_high
     worse, better = (lower, higher) if sign > 0 else (higher, lower)
-    judged = known and sign != 0
-    return Change(name, _show(old), _show(new), worse if judged else None, judged and better)
+    comparable = known and sign != 0
+    return Change(
+        name, _show(old), _show(new), worse if comparable else None, comparable and better
+    )
 
 
 def _sign(name: str) -> int:

@@ -57,7 +57,7 @@ def export(arguments: Sequence[str]) -> int:
         help="of the weights; as they are stored otherwise",
     )
     options = parser.parse_args(arguments)
-    checkpoint, config, mtp = _find(options.source, options.step)
+    checkpoint, config, mtp = _find_checkpoint(options.source, options.step)
     import torch
 
     from rltrain.weights.families import read_architecture
@@ -71,9 +71,9 @@ def export(arguments: Sequence[str]) -> int:
     return _convert("export", arch, options, work)
 
 
-def _parser(command: str, source: str, what: str) -> argparse.ArgumentParser:
+def _parser(command: str, source: str, source_help: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"rltrain {command}")
-    parser.add_argument("source", metavar=source, type=_path, help=what)
+    parser.add_argument("source", metavar=source, type=_path, help=source_help)
     parser.add_argument("out", metavar="OUT", type=_path, help="a folder that does not exist")
     parser.add_argument(
         "--max-file",
@@ -96,8 +96,8 @@ def _size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
-    """The checkpoint that is meant, the folder with its configuration and tokenizer, and whether
+def _find_checkpoint(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
+    """The checkpoint, the folder with its configuration and tokenizer, and whether
     it has layers that predict further tokens."""
     from rltrain.config.saved_config import NAME, load_config
     from rltrain.controller.run_checkpoint import (
@@ -116,31 +116,33 @@ def _find(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
         return source, source / HUGGINGFACE, "hold"
     run, named = (source.parent.parent, source) if source.parent.name == FOLDER else (source, None)
     config = load_config(run)
-    found = {} if (last := last_weights(run)) is None else {int(read_state(last)["step"]): last}
-    found |= {step_of(path): path for path in checkpoints(run)}
+    checkpoint_of = (
+        {} if (last := last_weights(run)) is None else {int(read_state(last)["step"]): last}
+    )
+    checkpoint_of |= {step_of(path): path for path in checkpoints(run)}
     if named is not None:
-        if named not in (*found.values(), last):
+        if named not in (*checkpoint_of.values(), last):
             raise ValueError(f"{named}: expected a checkpoint, found none that is whole")
         if step is not None:
             raise ValueError(f"--step {step}: {named} is one checkpoint already; drop --step")
-        found = {int(read_state(named)["step"]): named}
-    if not found:
+        checkpoint_of = {int(read_state(named)["step"]): named}
+    if not checkpoint_of:
         raise ValueError(
             f"{run}: expected a checkpoint to export, found none. A run that was ended before its "
             "last step has those of checkpoint.every=N alone, and checkpoint.last=false keeps no "
             "final weights"
         )
-    if step is not None and step not in found:
-        raise ValueError(f"--step {step}: {run} has the weights of steps {sorted(found)}")
+    if step is not None and step not in checkpoint_of:
+        raise ValueError(f"--step {step}: {run} has the weights of steps {sorted(checkpoint_of)}")
     # What the run started from has the architecture and the tokenizer; the tiny model's are those
     # of its random weights.
-    given = config.model.path or build_random_model(config.model)
-    step = max(found) if step is None else step
-    return found[step], Path(given).expanduser(), config.model.mtp
+    origin = config.model.path or build_random_model(config.model)
+    step = max(checkpoint_of) if step is None else step
+    return checkpoint_of[step], Path(origin).expanduser(), config.model.mtp
 
 
 def _convert(
-    what: str,
+    command: str,
     arch: "Architecture",
     options: argparse.Namespace,
     work: Callable[["StoredModel", "TransferBar", int], None],
@@ -154,7 +156,7 @@ def _convert(
 
     stored = stored_model(arch)
     try:
-        with TransferBar(what, sum(map(parameter_numel, owned_parameters(arch)))) as bar:
+        with TransferBar(command, sum(map(parameter_numel, owned_parameters(arch)))) as bar:
             work(stored, bar, options.max_file)
     except OSError as error:
         raise RuntimeError(

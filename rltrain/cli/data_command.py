@@ -20,7 +20,7 @@ def data(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the configuration is wrong.
     """
-    from rltrain.cli.data_text import describe
+    from rltrain.cli.data_text import print_data
     from rltrain.main import compose
 
     parser = argparse.ArgumentParser(prog="rltrain data")
@@ -29,25 +29,25 @@ def data(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     config = compose(options.overrides, options.config_dir)
-    found = look(config)
-    describe(config, found, NUM_SHOWN)
+    run_data = examine_data(config)
+    print_data(config, run_data, NUM_SHOWN)
     sys.stdout.flush()
-    if found.fault is None:
+    if run_data.fault is None:
         sys.stdout.write("usable as configured\n")
         return 0
-    sys.stderr.write(f"rltrain data: not usable as configured\n  {found.fault}\n")
+    sys.stderr.write(f"rltrain data: not usable as configured\n  {run_data.fault}\n")
     return 1
 
 
-def look(config: Config) -> RunData:
+def examine_data(config: Config) -> RunData:
     """What preflight examines of the data, and the fault that it would raise."""
-    found = RunData()
+    run_data = RunData()
     try:
         model = read_model(config)
         check_lengths(config, model)
-        found = examine(config, model, NUM_SHOWN)
-        if found.fault is None:
-            check_folder_tokenizer(config, found)
+        run_data = examine(config, model, NUM_SHOWN)
+        if run_data.fault is None:
+            check_folder_tokenizer(config, run_data)
     except ValueError as error:
-        found.fault = error
-    return found
+        run_data.fault = error
+    return run_data

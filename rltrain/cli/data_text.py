@@ -29,19 +29,19 @@ USES = {
 }
 
 
-def describe(config: Config, found: RunData, num_shown: int) -> None:
+def print_data(config: Config, data: RunData, num_shown: int) -> None:
     """Print what was found, to standard output."""
     console = Console(highlight=False, soft_wrap=True)
-    for report in found.problems.reports:
+    for report in data.problems.reports:
         _print_report(console, report)
-    if not found.problems.train:
+    if not data.problems.train:
         return
-    for number, problem in enumerate(found.problems.train[:num_shown], start=1):
-        console.print(f"problem {number} of {len(found.problems.train)} to train on")
-        console.print(shown(found.tokenizer, problem))
-    _print_lengths(console, config, found)
-    if found.trials:
-        _print_trials(console, config, found.trials)
+    for number, problem in enumerate(data.problems.train[:num_shown], start=1):
+        console.print(f"problem {number} of {len(data.problems.train)} to train on")
+        console.print(render_problem(data.tokenizer, problem))
+    _print_lengths(console, config, data)
+    if data.trials:
+        _print_trials(console, config, data.trials)
 
 
 def _print_report(console: Console, report: SourceReport) -> None:
@@ -50,7 +50,7 @@ def _print_report(console: Console, report: SourceReport) -> None:
         console.print(f"  {report.repeats} repeat the prompt of an earlier one")
     for reason, dropped in report.dropped.items():
         console.print(f"  {dropped.count} dropped: {reason}", markup=False)
-        console.print(f"    the first: {plain(dropped.first)}", markup=False)
+        console.print(f"    the first: {escape_control(dropped.first)}", markup=False)
     table = _table("column", "its values are", "read as")
     for column in report.columns:
         table.add_row(Text(column.name), ", ".join(column.kinds), USES[column.use])
@@ -59,7 +59,7 @@ def _print_report(console: Console, report: SourceReport) -> None:
     console.print()
 
 
-def shown(tokenizer: Any, problem: Problem) -> Text:
+def render_problem(tokenizer: Any, problem: Problem) -> Text:
     """The tokens as text, coloured by role; without colours a line says which part begins."""
     parts = {"prompt": problem.prompt_tokens, "response": problem.target_tokens}
     special = set(tokenizer.all_special_ids)
@@ -86,28 +86,28 @@ def _append(
                 list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
             style = STYLES["special" if is_special else role]
-            text.append(plain(decoded).replace("\n", "\n    "), style)
+            text.append(escape_control(decoded).replace("\n", "\n    "), style)
     text.append("\n")
 
 
 def _added(tokenizer: Any) -> dict[int, Any]:
-    found: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    return found
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return added
 
 
-def plain(text: str) -> str:
-    """The text with what a terminal would obey, such as an escape sequence, spelt out."""
+def escape_control(text: str) -> str:
+    """The text with what a terminal would obey, such as an escape sequence, spelled out."""
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _print_lengths(console: Console, config: Config, found: RunData) -> None:
-    problems = found.problems
+def _print_lengths(console: Console, config: Config, data: RunData) -> None:
+    problems = data.problems
     prompts = [len(p.prompt_tokens) for p in (*problems.train, *problems.held_out)]
     limits = {
         "prompt": f"data.max_prompt_tokens={config.data.max_prompt_tokens}",
         "answer": f"rollout.max_response_tokens={config.rollout.max_response_tokens}",
     }
-    measured = {"prompt": prompts, "answer": _answer_lengths(found)}
+    measured = {"prompt": prompts, "answer": _answer_lengths(data)}
     table = _table("tokens", "of", "min", "median", "95 %", "max", "limit")
     for name, lengths in measured.items():
         if lengths:
@@ -126,14 +126,14 @@ def _print_lengths(console: Console, config: Config, found: RunData) -> None:
     console.print()
 
 
-def _answer_lengths(found: RunData) -> list[int]:
-    train = found.problems.train
+def _answer_lengths(data: RunData) -> list[int]:
+    train = data.problems.train
     if any(problem.target_tokens for problem in train):
         return [len(problem.target_tokens) for problem in train]
     answers = [p.answer for p in train[:MOST_MEASURED] if isinstance(p.answer, str)]
     if not answers:
         return []
-    encoded = found.tokenizer(answers, add_special_tokens=False)["input_ids"]
+    encoded = data.tokenizer(answers, add_special_tokens=False)["input_ids"]
     return [len(tokens) + 1 for tokens in encoded]  # and the end of the sequence
 
 
@@ -154,7 +154,7 @@ def _reward(result: RewardResult) -> str:
 
 
 def _quoted(text: str) -> Text:
-    return Text(plain(repr(shorten(text, 60))))
+    return Text(escape_control(repr(shorten(text, 60))))
 
 
 def _table(*columns: str) -> Table:

@@ -23,7 +23,7 @@ from rltrain.main import compose
 from rltrain.planning.machine import GpuMachine, device
 from rltrain.planning.memory_terms import GIB
 from rltrain.planning.plan_cpu import Host, describe_cpu
-from rltrain.planning.plan_text import describe
+from rltrain.planning.plan_text import describe_gpus
 from rltrain.weights.architecture.decoder import Architecture
 
 H100_GIB = 79.2
@@ -49,13 +49,13 @@ def plan(arguments: Sequence[str]) -> int:
     config, note = with_architecture(config)
     # With --gpus it is planned for another machine than this one.
     where = "cuda" if options.gpus else device(config.cluster)
-    arch = checked(config, where)
+    arch = check_model(config, where)
     has_critic = needs_critic(config.algorithm)
     if where == "cpu":
         text, fits = describe_cpu(config, arch, Host.this(), note, has_critic=has_critic)
     else:
         machine = GpuMachine(options.gpus, int(options.gpu_memory_gib * GIB))
-        text, fits = describe(config, arch, machine, note, has_critic=has_critic)
+        text, fits = describe_gpus(config, arch, machine, note, has_critic=has_critic)
     sys.stdout.write(text)
     return 0 if fits else 1
 
@@ -77,7 +77,7 @@ def with_architecture(config: Config) -> tuple[Config, str]:
     return config.model_copy(update={"model": model}), note
 
 
-def checked(config: Config, device: Device) -> Architecture:
+def check_model(config: Config, device: Device) -> Architecture:
     """The architecture of the model, which layout, lengths and replay go with.
 
     Raises:

@@ -1,8 +1,10 @@
 """How much one micro-batch's forward pass keeps for its backward pass: an estimate. Pure.
 
-Counted in numbers a token, in the policy's dtype, from what the torch backend was seen to keep
-(docs/plan.md); Transformer Engine fuses some of it away. h is the hidden size, K the experts of a
-token, f an expert's intermediate size, E the experts.
+Counted in numbers per token, in the policy's dtype, from measurements of the torch backend
+(docs/plan.md). Transformer Engine keeps less, because it fuses operations.
+
+h is the hidden size, K the experts per token, f an expert's intermediate size, E the number of
+experts.
 """
 
 from dataclasses import dataclass
@@ -15,8 +17,8 @@ IMBALANCE = 1.5
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Numbers a token that a decoder layer keeps, on one tensor-parallel rank."""
+class LayerActivations:
+    """Numbers per token that a decoder layer keeps, on one tensor-parallel rank."""
 
     kept: float
     """Without what is recomputed."""
@@ -26,7 +28,9 @@ class Layer:
     """At most, of gradients and dispatched tokens, while the layer is at work."""
 
 
-def layer(arch: Architecture, policy: PolicyConfig, number: int, *, position: int) -> Layer:
+def layer_activations(
+    arch: Architecture, policy: PolicyConfig, number: int, *, position: int
+) -> LayerActivations:
     """What layer ``number`` keeps, the ``position``-th of its model chunk."""
     parts = [*_attention(arch, policy.parallel.tp), *_mlp(arch, policy, number)]
     residual = 2 * arch.hidden_size / policy.parallel.tp
@@ -35,21 +39,21 @@ def layer(arch: Architecture, policy: PolicyConfig, number: int, *, position: in
     if policy.recompute == "full":
         method, count = policy.recompute_method, policy.recompute_num_layers
         if method == "block" and position >= count:
-            return Layer(whole, 0, in_flight)
+            return LayerActivations(whole, 0, in_flight)
         # Uniform keeps one input for each group of layers, and reruns the group at once.
         group = count if method == "uniform" else 1
         kept = arch.hidden_size / policy.parallel.tp / group
-        return Layer(kept, group * whole, in_flight)
+        return LayerActivations(kept, group * whole, in_flight)
     modules = policy.recompute_modules if policy.recompute == "selective" else []
     dropped = sum(size for size, *by in parts if {*by} & {*modules})
-    return Layer(whole - dropped, dropped, in_flight)
+    return LayerActivations(whole - dropped, dropped, in_flight)
 
 
-Part = tuple[float, *tuple[str, ...]]
-"""Numbers a token, and the `recompute_modules` that drop them."""
+Kept = tuple[float, *tuple[str, ...]]
+"""Numbers per token, and the `recompute_modules` that drop them."""
 
 
-def _attention(arch: Architecture, tp: int) -> list[Part]:
+def _attention(arch: Architecture, tp: int) -> list[Kept]:
     if arch.mla:
         return _latent_attention(arch, arch.mla, tp)
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -62,7 +66,7 @@ def _attention(arch: Architecture, tp: int) -> list[Part]:
     ]
 
 
-def _latent_attention(arch: Architecture, mla: MLA, tp: int) -> list[Part]:
+def _latent_attention(arch: Architecture, mla: MLA, tp: int) -> list[Kept]:
     qk, v = arch.num_heads * mla.qk_head_dim, arch.num_heads * mla.v_head_dim
     nope = arch.num_heads * mla.qk_nope_head_dim
     latents = 3 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim
@@ -75,7 +79,7 @@ def _latent_attention(arch: Architecture, mla: MLA, tp: int) -> list[Part]:
     ]
 
 
-def _mlp(arch: Architecture, policy: PolicyConfig, number: int) -> list[Part]:
+def _mlp(arch: Architecture, policy: PolicyConfig, number: int) -> list[Kept]:
     """SwiGLU keeps the two halves of its input, silu of one, the other again, their product."""
     h, parallel = arch.hidden_size, policy.parallel
     if number not in arch.moe_layers:
@@ -98,7 +102,7 @@ def _in_flight(arch: Architecture, policy: PolicyConfig, number: int) -> float:
 
 
 def _rows(arch: Architecture, policy: PolicyConfig) -> float:
-    """Rows that a rank's experts compute, a token of its data-parallel rank's."""
+    """Rows that a rank's experts compute, per token of its data-parallel rank."""
     parallel = policy.parallel
     uneven = IMBALANCE if parallel.ep > 1 else 1.0
     return uneven * arch.experts_per_token * parallel.etp / parallel.tp
@@ -111,8 +115,8 @@ def micro_batches_in_flight(policy: PolicyConfig, stage: int, micro_batches: int
     ``get_pp_rank_microbatches`` of megatron.core.pipeline_parallel.schedules, and the one at work.
     """
     parallel = policy.parallel
-    after = parallel.pp - stage - 1
+    later_stages = parallel.pp - stage - 1
     if parallel.vpp == 1:
-        return min(micro_batches, after + 1)
-    warm_up = 2 * after + (parallel.vpp - 1) * parallel.pp
+        return min(micro_batches, later_stages + 1)
+    warm_up = 2 * later_stages + (parallel.vpp - 1) * parallel.pp
     return min(micro_batches * parallel.vpp, warm_up + 1)

@@ -10,7 +10,7 @@ from rltrain.config import Config
 from rltrain.config.trainer import ClusterConfig
 
 RANKS_PER_CORE = 4
-"""Ranks wait for each other more than they compute at small sizes; beyond this they only wait."""
+"""At small sizes ranks wait for one another more than they compute. With more, they only wait."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ def count_gpus() -> int:
 
 
 def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus: int) -> None:
-    """Every rank has a place (see `placement.place_on_gpus`), and weights a way between them.
+    """Raise ValueError unless every rank has a place and weights a transport between them.
 
     On a CPU at most ``RANKS_PER_CORE`` ranks a core, all together.
     """
-    # It needs torch, which takes seconds.
+    # Loads torch, which takes seconds: not before a command needs it.
     from rltrain.planning.placement import Placement, arithmetic, count_ranks, place_on_gpus
     from rltrain.planning.weight_transport import check_transfer
 

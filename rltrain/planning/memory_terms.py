@@ -1,4 +1,4 @@
-"""A line of a sum of memory, and how bytes are written. Pure."""
+"""Terms of a sum of memory, and how bytes are written. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

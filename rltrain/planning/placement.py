@@ -23,7 +23,7 @@ class Placement:
 
     @property
     def colocated(self) -> bool:
-        """Whether engines share GPUs with the policy, and so take turns with it."""
+        """Whether engines share GPUs with the policy, and so alternate with it."""
         return any(gpu in self.policy for engine in self.engines for gpu in engine)
 
     def __str__(self) -> str:
@@ -35,8 +35,8 @@ class Placement:
             for name, gpus in groups.items()
             if gpus
         ]
-        turns = ", in turns" if self.colocated else ""
-        return f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}: {'; '.join(parts)}{turns}"
+        colocated = ", colocated" if self.colocated else ""
+        return f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}: {'; '.join(parts)}{colocated}"
 
 
 def place(config: Config, num_gpus: int) -> Placement:
@@ -60,20 +60,20 @@ def place_on_gpus(config: Config, num_gpus: int | None) -> Placement:
     Raises:
         ValueError: there are not enough, with the arithmetic.
     """
-    modes = _modes(config)
+    modes = _modes_to_try(config)
     for mode in modes:
-        needed = _count(config, mode)
+        needed = _count_gpus(config, mode)
         if num_gpus is None or needed <= num_gpus:
             return _placed(config, mode, needed)
-    counts = " or ".join(f"{_count(config, mode)} ({mode})" for mode in modes)
+    counts = " or ".join(f"{_count_gpus(config, mode)} ({mode})" for mode in modes)
     raise ValueError(
         f"cluster.placement={config.cluster.placement}: expected {counts} GPUs, "
         f"found {num_gpus}: {arithmetic(config)}. Lower policy.parallel.* or rollout.num_engines"
     )
 
 
-def _modes(config: Config) -> list[Mode]:
-    """What may be tried, in order."""
+def _modes_to_try(config: Config) -> list[Mode]:
+    """In the order of preference."""
     wanted = config.cluster.placement
     fits = config.engine_ranks <= config.policy.parallel.world_size
     if wanted == "colocated" and not fits:
@@ -87,9 +87,9 @@ def _modes(config: Config) -> list[Mode]:
     return ["disaggregated", "colocated"] if fits and config.engine_ranks else ["disaggregated"]
 
 
-def _count(config: Config, mode: Mode) -> int:
-    own = config.engine_ranks if mode == "disaggregated" else 0
-    return config.policy.parallel.world_size + _critic_ranks_apart(config) + own
+def _count_gpus(config: Config, mode: Mode) -> int:
+    engine_gpus = config.engine_ranks if mode == "disaggregated" else 0
+    return config.policy.parallel.world_size + _critic_ranks_apart(config) + engine_gpus
 
 
 def _critic_ranks_apart(config: Config) -> int:
@@ -103,7 +103,9 @@ def _placed(config: Config, mode: Mode, num_gpus: int) -> Placement:
     policy = tuple(range(ranks))
     critic = tuple(range(apart, apart + ranks)) if needs_critic(config.algorithm) else ()
     start = ranks + apart if mode == "disaggregated" else 0
-    engines = [range(at, at + size) for at in range(start, start + config.engine_ranks, size)]
+    engines = [
+        range(first, first + size) for first in range(start, start + config.engine_ranks, size)
+    ]
     return Placement("cuda", num_gpus, policy, critic, tuple(map(tuple, engines)))
 
 

@@ -1,4 +1,4 @@
-"""What lies on a GPU that policy and engine share, in each turn, and on the host meanwhile. Pure.
+"""What a GPU that policy and engine share holds in each phase, and what the host holds. Pure.
 
 See `rltrain.controller.cluster.colocation`.
 """
@@ -9,36 +9,36 @@ from rltrain.config import Config
 from rltrain.planning.engine_memory import OUTSIDE, EngineMemory
 from rltrain.planning.memory_terms import GIB, Term, gib, total
 
-ASLEEP = OUTSIDE
-"""What an engine keeps on the GPU when it sleeps: CUDA and NCCL. Assumed, as is the next."""
-AWAY = 3 * GIB
-"""What a policy rank keeps when all its parts are away."""
-STAYS = ("parameters", "optimizer", "reference")
-"""What waits on the host; gradients start from zero anyway."""
+SLEEPING_ENGINE = OUTSIDE
+"""What a sleeping engine keeps on the GPU: CUDA and NCCL. Assumed."""
+OFFLOADED_POLICY = 3 * GIB
+"""What a policy rank keeps on the GPU when all its parts are offloaded. Assumed."""
+OFFLOADED = ("parameters", "optimizer", "reference")
+"""What is offloaded to the host. Gradients are dropped: each update starts from zero."""
 
 
 def generation(engine: EngineMemory) -> Term:
     used = total([*engine.terms, *engine.outside])
-    how = f"engine {gib(used)} + policy rank that is away {gib(AWAY)} (assumed)"
-    return Term("generation", how, used + AWAY)
+    how = f"engine {gib(used)} + offloaded policy rank {gib(OFFLOADED_POLICY)} (assumed)"
+    return Term("generation", how, used + OFFLOADED_POLICY)
 
 
 def training(policy: Sequence[Term]) -> Term:
     used = total(policy)
-    how = f"policy rank {gib(used)} + engine asleep {gib(ASLEEP)} (assumed)"
-    return Term("training", how, used + ASLEEP)
+    how = f"policy rank {gib(used)} + engine asleep {gib(SLEEPING_ENGINE)} (assumed)"
+    return Term("training", how, used + SLEEPING_ENGINE)
 
 
 def weight_sync(policy: Sequence[Term], engine: EngineMemory) -> Term:
-    """The one time that both sides' weights are there."""
+    """The one phase in which the weights of both are on the GPU."""
     parameters = total(term for term in policy if term.name == "parameters")
     weights, outside = _weights(engine), total(engine.outside)
     how = (
         f"policy's parameters {gib(parameters)} + engine's weights {gib(weights)} + its "
         f"{' and '.join(term.name for term in engine.outside)} {gib(outside)} + "
-        f"the rest of the policy rank {gib(AWAY)} (assumed)"
+        f"the rest of the policy rank {gib(OFFLOADED_POLICY)} (assumed)"
     )
-    return Term("weight sync", how, parameters + weights + outside + AWAY)
+    return Term("weight sync", how, parameters + weights + outside + OFFLOADED_POLICY)
 
 
 def host(config: Config, policy: Sequence[Sequence[Term]], engine: EngineMemory) -> Term:
@@ -48,14 +48,16 @@ def host(config: Config, policy: Sequence[Sequence[Term]], engine: EngineMemory)
         policy: of a rank of each pipeline stage
     """
     ranks = config.policy.parallel.world_size
-    stays = [t for stage in policy for t in stage if t.name.removeprefix("critic's ") in STAYS]
-    names = dict.fromkeys(term.name for term in stays)
+    offloaded = [
+        t for stage in policy for t in stage if t.name.removeprefix("critic's ") in OFFLOADED
+    ]
+    names = dict.fromkeys(term.name for term in offloaded)
     how = f"{', '.join(names)} of {ranks} policy ranks"
     kept = 0
     if config.trainer.sync_every > 1:  # between syncs engines keep the weights they have
         kept = config.engine_ranks * _weights(engine)
         how += f", weights of {config.engine_ranks} engine ranks"
-    return Term("waiting on the host", how, ranks // len(policy) * total(stays) + kept)
+    return Term("offloaded to the host", how, ranks // len(policy) * total(offloaded) + kept)
 
 
 def _weights(engine: EngineMemory) -> int:

@@ -11,7 +11,7 @@ from rltrain.planning.engine_memory import engine_memory
 from rltrain.planning.machine import RANKS_PER_CORE, count_cores
 from rltrain.planning.memory_terms import GIB, Term, gib, total
 from rltrain.planning.placement import arithmetic, count_ranks
-from rltrain.planning.plan_text import batch_lines, model_lines, number, stage_lines, term_lines
+from rltrain.planning.plan_text import batch_lines, counted, model_lines, stage_lines, term_lines
 from rltrain.weights.architecture.decoder import Architecture
 
 WORKER = Term("Python, torch, Megatron", "assumed", GIB)
@@ -33,18 +33,18 @@ class Host:
 def describe_cpu(
     config: Config, arch: Architecture, host: Host, note: str, *, has_critic: bool
 ) -> tuple[str, bool]:
-    """The whole text, and whether the run fits."""
+    """The whole text for a run on a CPU, and whether it fits."""
     layout = config.policy.parallel
     stages = range(layout.pp)
     groups = {"policy rank": [_policy(config, arch, stage) for stage in stages]}
     if has_critic:
         groups["critic rank"] = [_critic(config, arch, stage) for stage in stages]
-    each = layout.world_size // layout.pp
+    ranks_per_stage = layout.world_size // layout.pp
     parts = [
         Term(
-            number(each * layout.pp, name),
+            counted(ranks_per_stage * layout.pp, name),
             f"stages of {', '.join(gib(total(terms)) for terms in stages_of)}",
-            each * sum(map(total, stages_of)),
+            ranks_per_stage * sum(map(total, stages_of)),
         )
         for name, stages_of in groups.items()
     ]
@@ -57,7 +57,9 @@ def describe_cpu(
         how = f"{gib(total(engine))} each"
         parts.append(
             Term(
-                number(config.engine_ranks, "engine rank"), how, config.engine_ranks * total(engine)
+                counted(config.engine_ranks, "engine rank"),
+                how,
+                config.engine_ranks * total(engine),
             )
         )
         blocks.append(["memory of an engine rank", *term_lines(engine)])
@@ -76,7 +78,7 @@ def _placement(config: Config, arch: Architecture, host: Host) -> list[str]:
         f"  policy: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} = {p.world_size} ranks; experts "
         f"over ep {p.ep} x etp {p.etp}",
         *stage_lines(config, arch),
-        f"  {number(count_ranks(config), 'rank')} in all share {number(host.cores, 'core')}",
+        f"  {counted(count_ranks(config), 'rank')} in all share {counted(host.cores, 'core')}",
     ]
 
 
@@ -119,7 +121,7 @@ def _faults(config: Config, parts: Sequence[Term], host: Host) -> list[str]:
         )
     if (ranks := count_ranks(config)) > RANKS_PER_CORE * host.cores:
         faults.append(
-            f"{ranks} ranks on {number(host.cores, 'core')}, at most {RANKS_PER_CORE} a core: "
+            f"{ranks} ranks on {counted(host.cores, 'core')}, at most {RANKS_PER_CORE} a core: "
             f"{arithmetic(config)}. Lower policy.parallel.* or rollout.num_engines"
         )
     return faults

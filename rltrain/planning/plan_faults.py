@@ -5,14 +5,14 @@ from rltrain.planning.engine_memory import EngineMemory
 from rltrain.planning.machine import GpuMachine
 from rltrain.planning.memory_terms import Term, gib, total
 from rltrain.planning.placement import Placement, place_on_gpus
-from rltrain.planning.plan_colocation import ASLEEP, AWAY, weight_sync
+from rltrain.planning.plan_colocation import OFFLOADED_POLICY, SLEEPING_ENGINE, weight_sync
 
 NODE = 8
 """GPUs of a node."""
 REMEDIES = {
     "parameters": "more policy.parallel.ep, pp or tp",
     "gradients": "more policy.parallel.ep, pp or tp",
-    "optimizer": "more policy.parallel.dp: data-parallel ranks share it out",
+    "optimizer": "more policy.parallel.dp: data-parallel ranks shard it",
     "reference": "algorithm.kl.coef=0, or more policy.parallel.ep, pp or tp",
     "activations": "policy.recompute=full, fewer policy.max_tokens_per_micro_batch, more tp or cp",
     "a layer at work": "fewer policy.max_tokens_per_micro_batch, more tp or cp",
@@ -28,11 +28,11 @@ def find_faults(
     machine: GpuMachine,
     placement: Placement,
 ) -> list[str]:
-    """One line each; none where the run fits.
+    """One line per fault; none where the run fits.
 
     Args:
         policy: what a rank of each pipeline stage holds
-        engine: what an engine rank holds, where there are any
+        engine: what an engine rank holds, where gpu_memory are any
     """
     if engine is None or not placement.colocated:
         return [
@@ -42,13 +42,13 @@ def find_faults(
         ]
     return [
         *_gpu_faults(config, machine),
-        *_policy_faults(policy, machine.memory - ASLEEP),
-        *_engine_faults(engine, machine.memory - AWAY),
+        *_policy_faults(policy, machine.memory - SLEEPING_ENGINE),
+        *_engine_faults(engine, machine.memory - OFFLOADED_POLICY),
         *_sync_faults(policy, engine, machine.memory),
     ]
 
 
-def planned(config: Config, machine: GpuMachine) -> Placement:
+def feasible_placement(config: Config, machine: GpuMachine) -> Placement:
     """Where ranks go on the machine, or would on one with enough GPUs.
 
     Raises:
@@ -59,7 +59,7 @@ def planned(config: Config, machine: GpuMachine) -> Placement:
 
 
 def _too_few(config: Config, machine: GpuMachine) -> str:
-    """The arithmetic, where there are too few GPUs."""
+    """The arithmetic, where gpu_memory are too few GPUs."""
     try:
         place_on_gpus(config, machine.gpus)
     except ValueError as error:
@@ -77,10 +77,10 @@ def _gpu_faults(config: Config, machine: GpuMachine) -> list[str]:
     return faults
 
 
-def _policy_faults(policy: list[list[Term]], there: int) -> list[str]:
+def _policy_faults(policy: list[list[Term]], gpu_memory: int) -> list[str]:
     faults = []
     for stage, terms in enumerate(policy):
-        if (over := total(terms) - there) > 0:
+        if (over := total(terms) - gpu_memory) > 0:
             largest = max((t for t in terms if t.name in REMEDIES), key=lambda t: t.nbytes)
             faults.append(
                 f"policy rank of stage {stage}: {gib(over)} too much; most is {largest.name} "
@@ -89,24 +89,24 @@ def _policy_faults(policy: list[list[Term]], there: int) -> list[str]:
     return faults
 
 
-def _engine_faults(engine: EngineMemory, there: int) -> list[str]:
+def _engine_faults(engine: EngineMemory, gpu_memory: int) -> list[str]:
     faults = []
     if engine.sequences < 1:
         faults.append(
             "engine rank: its KV cache holds no sequence of full length; raise "
             "rollout.tensor_parallel or rollout.gpu_memory_utilization"
         )
-    if (over := total([*engine.terms, *engine.outside]) - there) > 0:
+    if (over := total([*engine.terms, *engine.outside]) - gpu_memory) > 0:
         faults.append(f"engine rank: {gib(over)} too much; lower rollout.gpu_memory_utilization")
     return faults
 
 
-def _sync_faults(policy: list[list[Term]], engine: EngineMemory, there: int) -> list[str]:
-    over = max(weight_sync(stage, engine).nbytes for stage in policy) - there
+def _sync_faults(policy: list[list[Term]], engine: EngineMemory, gpu_memory: int) -> list[str]:
+    over = max(weight_sync(stage, engine).nbytes for stage in policy) - gpu_memory
     if over <= 0:
         return []
     return [
-        f"weight sync: {gib(over)} too much, where the weights of policy and engine share a GPU; "
+        f"weight sync: {gib(over)} too much, when the weights of policy and engine are on one GPU; "
         "more policy.parallel.ep, pp or tp, more rollout.tensor_parallel, or "
         "cluster.placement=disaggregated"
     ]

@@ -11,7 +11,7 @@ from rltrain.planning.machine import GpuMachine
 from rltrain.planning.memory_terms import GIB, Term, gib, total
 from rltrain.planning.placement import Placement
 from rltrain.planning.plan_colocation import generation, host, training, weight_sync
-from rltrain.planning.plan_faults import NODE, find_faults, planned
+from rltrain.planning.plan_faults import NODE, feasible_placement, find_faults
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.stored_model import owned_parameters, parameter_numel
 
@@ -19,11 +19,11 @@ ONE_NODE = "a run spans one node today"
 RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
 
 
-def describe(
+def describe_gpus(
     config: Config, arch: Architecture, machine: GpuMachine, note: str, *, has_critic: bool
 ) -> tuple[str, bool]:
-    """The whole text, and whether the run fits and can run."""
-    placement = planned(config, machine)
+    """The whole text for a run on GPUs, and whether it fits and can run."""
+    placement = feasible_placement(config, machine)
     stages = range(config.policy.parallel.pp)
     policy = [policy_terms(config, arch, stage, has_critic=has_critic) for stage in stages]
     engine = engine_memory(config, arch, machine.memory) if config.engine_ranks else None
@@ -33,7 +33,7 @@ def describe(
         batch_lines(config, arch),
         _policy(config, arch, policy),
         _engine(config, engine) if engine else [],
-        _turns(config, policy, engine) if engine and placement.colocated else [],
+        _phases(config, policy, engine) if engine and placement.colocated else [],
     ]
     faults = find_faults(config, policy, engine, machine, placement)
     verdict = [
@@ -49,7 +49,7 @@ def describe(
 
 
 def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: bool) -> list[Term]:
-    """All that lies on the GPU of a policy rank of a stage, see `policy_memory`."""
+    """What the GPU of a policy rank of this stage holds, see `policy_memory`."""
     width = 4 if config.policy.precision.params == "fp32" else 2
     terms = memory.states(config, memory.count(config, arch, stage), width)
     if has_critic and config.critic.placement == "shared":
@@ -92,11 +92,11 @@ def _placement(
         lines.append(
             f"  engines: {rollout.num_engines} x {rollout.tensor_parallel} = "
             f"{config.engine_ranks} ranks"
-            + ", in turns with the policy on its GPUs"
+            + ", alternating with the policy on its GPUs"
             * placement.colocated
         )
     nodes = ceil(placement.num_gpus / NODE)
-    lines.append(f"  GPUs: {placement.num_gpus}, {number(nodes, 'node')} of {NODE}{there}")
+    lines.append(f"  GPUs: {placement.num_gpus}, {counted(nodes, 'node')} of {NODE}{there}")
     return lines
 
 
@@ -120,9 +120,9 @@ def batch_lines(config: Config, arch: Architecture) -> list[str]:
     lines = [
         "batch",
         f"  {trainer.prompts_per_step} prompts x {group} responses = {sequences} sequences a step "
-        f"= {number(trainer.mini_batches, 'update')} x {update} sequences",
+        f"= {counted(trainer.mini_batches, 'update')} x {update} sequences",
         f"  {update} sequences / dp {p.dp} = {update // p.dp} a data-parallel rank and update, in "
-        f"at most {number(memory.max_micro_batches(config), 'micro-batch')} of at most "
+        f"at most {counted(memory.max_micro_batches(config), 'micro-batch')} of at most "
         f"{policy.max_tokens_per_micro_batch:,} tokens",
         f"  at most {sequences:,} x ({config.data.max_prompt_tokens:,} prompt + "
         f"{config.rollout.max_response_tokens:,} response) = {sequences * longest:,} tokens a step",
@@ -162,15 +162,15 @@ def _engine(config: Config, engine: EngineMemory) -> list[str]:
     return lines
 
 
-def _turns(config: Config, policy: list[list[Term]], engine: EngineMemory) -> list[str]:
-    turns = [
+def _phases(config: Config, policy: list[list[Term]], engine: EngineMemory) -> list[str]:
+    phases = [
         generation(engine),
         training(max(policy, key=total)),
         max((weight_sync(stage, engine) for stage in policy), key=lambda term: term.nbytes),
     ]
     return [
-        "a GPU that policy and engine share, by turn",
-        *map(_line, turns),
+        "a GPU that policy and engine share, by phase",
+        *map(_line, phases),
         _line(host(config, policy, engine)),
     ]
 
@@ -184,6 +184,6 @@ def _line(term: Term) -> str:
     return f"  {term.nbytes / GIB:9.3f} GiB  {term.name}: {term.formula}"
 
 
-def number(count: int, of: str) -> str:
+def counted(count: int, of: str) -> str:
     plural = "" if count == 1 else "es" if of.endswith("ch") else "s"
     return f"{count:,} {of}{plural}"

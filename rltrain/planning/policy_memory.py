@@ -12,7 +12,11 @@ from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.policy import ParallelConfig
 from rltrain.parallel.layer_map import Pipeline, route_layers
-from rltrain.planning.activations import Layer, layer, micro_batches_in_flight
+from rltrain.planning.activations import (
+    LayerActivations,
+    layer_activations,
+    micro_batches_in_flight,
+)
 from rltrain.planning.memory_terms import Term, total
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.mapping.rank_share import MODEL_PARTS, RankParameter, rank_parameters
@@ -27,14 +31,14 @@ On GPUs, where each is one kernel, they are fewer."""
 
 @dataclass(frozen=True)
 class Counts:
-    """How many numbers a rank holds."""
+    """How many elements a rank holds."""
 
     parts: dict[str, int]
     """Of the model, by `rltrain.weights.mapping.rank_share.PARTS`."""
     dense: int
-    """In Megatron's buffers of what is trained and no expert, padding included."""
+    """Trained, without experts: in Megatron's buffers, padding included."""
     experts: int
-    """The same of experts."""
+    """The same for experts."""
     frozen: int
     buffers: int
 
@@ -46,28 +50,30 @@ def count(config: Config, arch: Architecture, stage: int) -> Counts:
     parts = dict.fromkeys(MODEL_PARTS, 0)
     for chunk in range(parallel.vpp):
         held = list(rank_parameters(arch, parallel, stage, chunk))
-        for each in held:
-            parts[each.part] += each.numel
-        trained = [each for each in held if _is_trained(each, config)]
-        of_experts = [each for each in trained if each.part == "experts"]
-        others = [each for each in trained if each.part != "experts"]
+        for tensor in held:
+            parts[tensor.part] += tensor.numel
+        trained = [tensor for tensor in held if _is_trained(tensor, config)]
+        of_experts = [tensor for tensor in trained if tensor.part == "experts"]
+        others = [tensor for tensor in trained if tensor.part != "experts"]
         tied = arch.tie_embeddings and parallel.pp > 1
         dense += _buffer(others, data_parallel(parallel), own_bucket=tied)
         experts += _buffer(of_experts, expert_data_parallel(parallel))
-        buffers += sum(each.numel for each in held if each.kind == "buffer")
+        buffers += sum(tensor.numel for tensor in held if tensor.kind == "buffer")
         frozen += sum(
-            each.numel for each in held if each.kind != "buffer" and not _is_trained(each, config)
+            tensor.numel
+            for tensor in held
+            if tensor.kind != "buffer" and not _is_trained(tensor, config)
         )
     return Counts({k: n for k, n in parts.items() if n}, dense, experts, frozen, buffers)
 
 
 def data_parallel(parallel: ParallelConfig) -> int:
-    """Ranks that share out the optimizer state of what is no expert."""
+    """Ranks that shard the optimizer state of all but the experts."""
     return parallel.dp * parallel.cp
 
 
 def expert_data_parallel(parallel: ParallelConfig) -> int:
-    """Ranks that share out the optimizer state of an expert."""
+    """Ranks that shard the optimizer state of an expert."""
     return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * parallel.etp)
 
 
@@ -77,7 +83,7 @@ def states(config: Config, counts: Counts, width: int) -> list[Term]:
     held = counts.dense + counts.experts + counts.frozen
     trained = counts.dense + counts.experts
     dp, edp = data_parallel(parallel), expert_data_parallel(parallel)
-    own = counts.dense // dp + counts.experts // edp
+    sharded = counts.dense // dp + counts.experts // edp
     moments = 8 if width == 4 else 12
     kept = "Adam's two moments" if width == 4 else "fp32 masters and Adam's two moments"
     dtype = {2: "bf16", 4: "fp32"}[width]
@@ -87,7 +93,7 @@ def states(config: Config, counts: Counts, width: int) -> list[Term]:
         Term(
             "optimizer",
             f"({counts.dense:,} / {dp} + experts {counts.experts:,} / {edp}) x {moments} ({kept})",
-            own * moments,
+            sharded * moments,
         ),
     ]
     if config.algorithm.kl.coef > 0:
@@ -109,13 +115,16 @@ def critic_states(config: Config, arch: Architecture, stage: int, width: int) ->
 
 
 def passes(config: Config, arch: Architecture, stage: int, width: int) -> list[Term]:
-    """What an update needs besides, at its fullest: activations that wait for their backward pass,
-    and then the logits of the last stage or a layer at work, whichever is more."""
+    """What an update needs besides, at its peak.
+
+    Activations that wait for their backward pass, and the logits of the last stage or a layer at
+    work, whichever is more.
+    """
     policy = config.policy
     slots = policy.max_tokens_per_micro_batch // policy.parallel.cp
     layers = _layers(config, arch, stage)
     flight = micro_batches_in_flight(policy, stage, max_micro_batches(config))
-    kept = sum(each.kept for each in layers) / policy.parallel.vpp
+    kept = sum(layer.kept for layer in layers) / policy.parallel.vpp
     terms = [
         Term(
             "activations",
@@ -136,11 +145,13 @@ def passes(config: Config, arch: Architecture, stage: int, width: int) -> list[T
 
 
 def scoring(config: Config, arch: Architecture, stage: int, width: int) -> list[Term]:
-    """What a pass without gradients needs in place of `passes`: it keeps nothing, and takes more
-    tokens at once."""
+    """What a pass without gradients needs in place of `passes`.
+
+    It keeps no activations, and has more tokens per micro-batch.
+    """
     policy = config.policy
     slots = policy.scoring_tokens // policy.parallel.cp
-    work = max(each.in_flight for each in _layers(config, arch, stage))
+    work = max(layer.in_flight for layer in _layers(config, arch, stage))
     work += 2 * arch.hidden_size / policy.parallel.tp
     how = f"{slots:,} tokens (scored) x {work:,.0f} numbers x {width}"
     in_layer = [Term("a layer at work", how, round(slots * work * width))]
@@ -151,13 +162,15 @@ def scoring(config: Config, arch: Architecture, stage: int, width: int) -> list[
     return terms
 
 
-def at_work(layers: Sequence[Layer]) -> float:
-    """Numbers a token that the backward pass of one layer adds at most to what was kept: what later
-    layers kept is gone by then."""
-    most, gone = 0.0, 0.0
-    for each in reversed(layers):
-        most = max(most, each.recomputed + each.in_flight - gone)
-        gone += each.kept
+def at_work(layers: Sequence[LayerActivations]) -> float:
+    """Numbers per token that the backward pass of one layer adds at most to what was kept.
+
+    What later layers kept is freed by then.
+    """
+    most, freed = 0.0, 0.0
+    for layer in reversed(layers):
+        most = max(most, layer.recomputed + layer.in_flight - freed)
+        freed += layer.kept
     return most
 
 
@@ -192,11 +205,11 @@ def _kept_softmax(config: Config, arch: Architecture, slots: int, width: int) ->
 
 
 def max_micro_batches(config: Config) -> int:
-    """Of one update of one data-parallel rank: where every sequence is as long as it may be."""
-    each = sequences_per_update(config) // config.policy.parallel.dp
+    """Of one update of one data-parallel rank, if every sequence has the largest length."""
+    sequences = sequences_per_update(config) // config.policy.parallel.dp
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    found = ceil(each / (config.policy.max_tokens_per_micro_batch // longest))
-    return found + -found % config.policy.parallel.micro_batch_multiple
+    count = ceil(sequences / (config.policy.max_tokens_per_micro_batch // longest))
+    return count + -count % config.policy.parallel.micro_batch_multiple
 
 
 def sequences_per_update(config: Config) -> int:
@@ -204,10 +217,10 @@ def sequences_per_update(config: Config) -> int:
     return config.trainer.prompts_per_step * group // config.trainer.mini_batches
 
 
-def _layers(config: Config, arch: Architecture, stage: int) -> list[Layer]:
+def _layers(config: Config, arch: Architecture, stage: int) -> list[LayerActivations]:
     pipeline = Pipeline.of(config.policy.parallel)
     return [
-        layer(arch, config.policy, number, position=position)
+        layer_activations(arch, config.policy, number, position=position)
         for chunk in range(pipeline.chunks)
         for position, number in enumerate(pipeline.chunk_layers(arch.num_layers, stage, chunk))
     ]
@@ -234,10 +247,10 @@ def _buffer(held: Iterable[RankParameter], ranks: int, *, own_bucket: bool = Fal
     megatron/core/distributed/param_and_grad_buffer.py of megatron-core 0.16.1.
     """
     buckets: dict[bool, int] = {}
-    for each in held:
-        apart = own_bucket and each.name in (
+    for tensor in held:
+        apart = own_bucket and tensor.name in (
             "embedding.word_embeddings.weight",
             "output_layer.weight",
         )
-        buckets[apart] = buckets.get(apart, 0) + each.numel + -each.numel % 64
+        buckets[apart] = buckets.get(apart, 0) + tensor.numel + -tensor.numel % 64
     return sum(size + -size % lcm(ranks, 128) for size in buckets.values())

@@ -61,7 +61,7 @@ class Work:
 
 def find_card(name: str) -> Card | None:
     """By the longest name in the table that ``name`` begins with, as whole words."""
-    known = [each for each in CARDS if name == each or name.startswith(f"{each} ")]
+    known = [card for card in CARDS if name == card or name.startswith(f"{card} ")]
     return CARDS[max(known, key=len)] if known else None
 
 
@@ -124,8 +124,8 @@ def _weights_read(work: Work, tokens: float) -> float:
     return work.engine_bytes + work.engine_expert_bytes * (1 - untouched)
 
 
-def hint(rows: Rows, card: str | None) -> str:
-    """Which phase a run's steps are spent in, and how near its card is to its limits.
+def describe_bottleneck(rows: Rows, card: str | None) -> str:
+    """In which phases a run's steps spend their time, and how near its card is to its limits.
 
     Args:
         rows: of metrics.jsonl
@@ -147,14 +147,14 @@ def hint(rows: Rows, card: str | None) -> str:
     speed = _median(timed, "throughput/tokens_per_second_per_gpu")
     if card is None:
         speed = _median(timed, "throughput/tokens_per_second")
-        given = "" if speed is None else f" {speed:,.0f} tokens/s."
-        return f"{line}{given} No GPU was sampled, so no utilization is reported."
-    given = "" if speed is None else f" {speed:,.0f} tokens/s per GPU."
+        measured = "" if speed is None else f" {speed:,.0f} tokens/s."
+        return f"{line}{measured} No GPU was sampled, so no utilization is reported."
+    measured = "" if speed is None else f" {speed:,.0f} tokens/s per GPU."
     if find_card(card) is None:
-        return f"{line}{given} No limits of {card} are known (rltrain/planning/roofline.py)."
+        return f"{line}{measured} No limits of {card} are known (rltrain/planning/roofline.py)."
     bound = _median(timed, "throughput/bound_tokens_per_second_per_gpu")
     if bound is None:
-        return line + given
+        return line + measured
     reached = [
         f"{what} at {value:.0%} of {of}" if value >= 0.01 else f"{what} under 1% of {of}"
         for what, of, name in (
@@ -164,9 +164,9 @@ def hint(rows: Rows, card: str | None) -> str:
         )
         if (value := _median(timed, name)) is not None
     ]
-    return f"{line}{given} At its limits {card} would give {bound:,.0f}: {', '.join(reached)}."
+    return f"{line}{measured} At its limits {card} would give {bound:,.0f}: {', '.join(reached)}."
 
 
 def _median(rows: Rows, name: str) -> float | None:
-    found = [row[name] for row in rows if row.get(name) is not None]
-    return statistics.median(found) if found else None
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.median(values) if values else None

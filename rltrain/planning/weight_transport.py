@@ -8,7 +8,7 @@ from rltrain.planning.placement import Placement
 
 
 def check_transfer(config: Config, placement: Placement) -> None:
-    """As `choose_transport`, where there are engines."""
+    """Raises ValueError as `choose_transport` does, if there are engines."""
     if config.engine_ranks:
         choose_transport(config.rollout.weight_transfer, placement)
 
@@ -17,16 +17,16 @@ def choose_transport(wanted: Literal["auto", Transport], placement: Placement) -
     """What ``rollout.weight_transfer`` means where the run was placed.
 
     Raises:
-        ValueError: the bytes cannot take that way there.
+        ValueError: that transport does not work with this placement.
     """
     device, colocated = placement.device, placement.colocated
     if wanted == "auto":
         return "ipc" if device == "cuda" and colocated else "broadcast"
     if wanted == "ipc" and (device == "cpu" or not colocated):
-        found = "a run on CPUs" if device == "cpu" else "engines on GPUs of their own"
+        actual = "a run on CPUs" if device == "cpu" else "engines on GPUs of their own"
         raise ValueError(
             "rollout.weight_transfer=ipc: expected engines that share the policy's GPUs, found "
-            f"{found}. Use rollout.weight_transfer=auto, or cluster.placement=colocated on GPUs"
+            f"{actual}. Use rollout.weight_transfer=auto, or cluster.placement=colocated on GPUs"
         )
     if wanted == "broadcast" and device == "cuda" and colocated:
         raise ValueError(

@@ -64,8 +64,7 @@ class CriticWorker(MegatronWorker):
         """V of the prefix before every token of the shard; 0 for the first tokens.  # [N]"""
         shard = self._shard()
         values = infer(self.model, self._cut(plan, shard), shard.num_tokens)
-        # One rank speaks for all that hold the same sequences.
-        return None if self.mesh.tp_rank or self.mesh.cp_rank else values
+        return values if self.mesh.is_output_rank else None
 
     def update(self, plan: Plan, fields: dict[str, Tensor]) -> Updated | None:
         """One optimizer update on the planned sequences.

@@ -149,7 +149,7 @@ class PolicyWorker(MegatronWorker):
             self._trace(shard, plan, scores.recorded, f"scoring the {of}")
         if compares and scores.recorded is not None:
             self._deficits = scores.recorded.deficits
-        if not self._is_output_rank:
+        if not self.mesh.is_output_rank:
             return None
         agreement = None
         if measure and scores.recorded is not None:
@@ -158,18 +158,13 @@ class PolicyWorker(MegatronWorker):
             agreement = agree(shard, scores.recorded, layers, *sizes)
         return StageScored(scores.logprobs, agreement)
 
-    @property
-    def _is_output_rank(self) -> bool:
-        """One rank speaks for all that hold the same sequences and layers."""
-        return self.mesh.tp_rank == 0 and self.mesh.cp_rank == 0
-
     def wide_flips(self, narrow: Mapping[int, int]) -> WideFlips | None:
         """Of the shard's rows as last compared; see `rltrain.routing.flips.wide_flips`.
 
         Args:
             narrow: of every layer of the model that has a router
         """
-        if not self._is_output_rank:
+        if not self.mesh.is_output_rank:
             return None
         assert self._deficits is not None, "no routes were compared in this step"
         shard = self._shard()

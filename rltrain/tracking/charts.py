@@ -28,7 +28,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """Maps values to a span of pixels, linearly or by their logarithm."""
 
     low: float
@@ -86,8 +86,10 @@ def line_chart(
         return Markup("")
     low, high = bounds or (min(ys), max(ys))
     ticks = log_ticks(low, high) if log_scale else linear_ticks(low, high)
-    horizontal = Axis(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, LEFT, WIDTH - RIGHT)
-    vertical = Axis(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP, log_scale)
+    horizontal = ChartAxis(
+        min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, LEFT, WIDTH - RIGHT
+    )
+    vertical = ChartAxis(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP, log_scale)
     drawn = [
         _line(line, kept, horizontal, vertical, write, over)
         for line, kept in zip(lines, points, strict=True)
@@ -107,7 +109,7 @@ def stacked_bars(xs: Sequence[int], parts: Mapping[str, Sequence[float]]) -> Mar
         for name, values in parts.items()
     }
     ticks = linear_ticks(0.0, max(map(sum, zip(*heights.values(), strict=True))) or 1.0)
-    vertical = Axis(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
+    vertical = ChartAxis(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
     slot = (WIDE - LEFT - RIGHT) / len(bins)
     gap = min(slot * 0.25, 2.0)
     drawn = _grid(ticks, vertical, lambda value: f"{value:g} s", WIDE)
@@ -173,8 +175,8 @@ def _cell(
 def _line(
     line: Line,
     points: Sequence[tuple[float, float]],
-    horizontal: Axis,
-    vertical: Axis,
+    horizontal: ChartAxis,
+    vertical: ChartAxis,
     write: Callable[[float], str],
     over: str,
 ) -> str:
@@ -192,7 +194,7 @@ def _line(
 
 
 def _grid(
-    ticks: Sequence[float], vertical: Axis, write: Callable[[float], str], width: float = WIDTH
+    ticks: Sequence[float], vertical: ChartAxis, write: Callable[[float], str], width: float = WIDTH
 ) -> list[str]:
     drawn = []
     for tick in ticks:
@@ -204,7 +206,7 @@ def _grid(
     return drawn
 
 
-def _x_labels(first: float, last: float, horizontal: Axis, over: str) -> list[str]:
+def _x_labels(first: float, last: float, horizontal: ChartAxis, over: str) -> list[str]:
     ticks = [t for t in linear_ticks(first, last, 6) if first <= t <= last and t == int(t)]
     labels = [_label(horizontal(t), HEIGHT - 8, f"{t:g}", "middle") for t in ticks]
     return [*labels, _axis_name(HEIGHT - 8, over)]

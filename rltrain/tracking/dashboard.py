@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.tracking.metrics import find
+from rltrain.tracking.metrics import find_metric
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def panel_lines(
     panel: Panel, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and values of every metric of the panel that the rows of metrics.jsonl hold."""
-    patterns = [find(name.replace("{layer}", "0")).pattern for name in panel.metrics]
+    patterns = [find_metric(name.replace("{layer}", "0")).pattern for name in panel.metrics]
     lines: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         for name, value in row.items():

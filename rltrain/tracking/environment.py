@@ -39,7 +39,7 @@ def resident_gib() -> float:
     this = psutil.Process()
     total = 0
     for process in (this, *this.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):  # it may end while we look
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
             total += process.memory_info().rss
     return total / 2**30
 
@@ -64,7 +64,7 @@ def _commit() -> dict[str, str]:
         return {}
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):  # no git, or a checkout it does not trust
         return {}
-    return {"commit": found.stdout.strip()}
+    return {"commit": done.stdout.strip()}

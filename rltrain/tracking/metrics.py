@@ -29,7 +29,7 @@ predicts it, or in any layer but the last of a row before that one, which attent
 
 
 @cache
-def find(name: str) -> Metric:
+def find_metric(name: str) -> Metric:
     """The catalogue's entry for a metric's name.
 
     Raises:
@@ -45,10 +45,10 @@ def find(name: str) -> Metric:
     )
 
 
-def check(metrics: Mapping[str, float]) -> None:
+def check_metrics(metrics: Mapping[str, float]) -> None:
     """Raise ValueError unless every name is in the catalogue and every value is a number."""
     for name, value in metrics.items():
-        find(name)
+        find_metric(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name}: expected an int or a float, found {value!r}")
 

@@ -18,12 +18,12 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rltrain.planning.roofline import hint
+from rltrain.planning.roofline import describe_bottleneck
 from rltrain.tracking.catalogue import SECTIONS
 from rltrain.tracking.charts import Line, heatmap, line_chart, stacked_bars
 from rltrain.tracking.gpus import GpuSample, read_gpus, timeline
 from rltrain.tracking.jsonl import read_jsonl
-from rltrain.tracking.metrics import find
+from rltrain.tracking.metrics import find_metric
 from rltrain.tracking.verdicts import Rows, column, scientific, verdicts
 
 SMOOTHING_WINDOW = 9
@@ -65,7 +65,7 @@ def write_report(run_dir: Path) -> Path:
         mismatch=_mismatch(rows),
         overlap=_overlap(rows),
         times=_times(rows),
-        speed=hint(rows, gpus[0].name if gpus else None),
+        speed=describe_bottleneck(rows, gpus[0].name if gpus else None),
         gpus=_gpus(gpus),
         samples=_by_step(samples),
         last_values=_last_values(rows),
@@ -86,11 +86,11 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = format_number
     return environment.get_template("report.html.j2")
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """A value the way a person writes it: whole numbers whole, others with four digits."""
     if value is None:
         return "not finite"
@@ -109,12 +109,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _at(config: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
     """The value under a dotted key; ``default`` where a run of another version has no such key."""
-    found: Any = config
+    value: Any = config
     for key in dotted.split("."):
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return default
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 def _header(config: Mapping[str, Any], rows: Rows) -> dict[str, str]:
@@ -184,7 +184,7 @@ def _learning(rows: Rows) -> list[Figure]:
     figures.append(_smoothed_figure("Mean reward on held-out problems", rows, "eval/reward_mean"))
     figures.append(_smoothed_figure("Supervised loss", rows, "sft/loss"))
     held_out = [("eval/loss", "held-out problems", "series-a")]
-    figures.append(_figure("Supervised loss on held-out problems", rows, held_out, number))
+    figures.append(_figure("Supervised loss on held-out problems", rows, held_out, format_number))
     return [figure for figure in figures if figure is not None]
 
 
@@ -192,15 +192,15 @@ def _smoothed_figure(title: str, rows: Rows, name: str) -> Figure | None:
     """The metric as it is, faint, under its centred mean."""
     steps, values = column(rows, name)
     if len(steps) < 2 * SMOOTHING_WINDOW:
-        return _figure(title, rows, [(name, name, "series-a")], number)
+        return _figure(title, rows, [(name, name, "series-a")], format_number)
     half = SMOOTHING_WINDOW // 2
     means = [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
     lines = [
         Line("each step", steps, values, "series-a faint"),
         Line(f"mean of {SMOOTHING_WINDOW} steps", steps, means, "series-a"),
     ]
-    legend = tuple((line.style, line.label, number(line.ys[-1])) for line in lines)
-    return Figure(title, line_chart(lines, number), legend)
+    legend = tuple((line.style, line.label, format_number(line.ys[-1])) for line in lines)
+    return Figure(title, line_chart(lines, format_number), legend)
 
 
 def _mismatch(rows: Rows) -> list[Figure]:
@@ -264,11 +264,11 @@ def _times(rows: Rows) -> Figure | None:
 
 def _gpus(samples: Sequence[GpuSample]) -> list[Figure]:
     """Utilization and memory: of one GPU, or the mean and the extremes of several."""
-    busy = timeline(samples, lambda each: each.utilization)
-    used = timeline(samples, lambda each: each.memory_gib)
+    busy = timeline(samples, lambda sample: sample.utilization)
+    used = timeline(samples, lambda sample: sample.memory_gib)
     if not busy.seconds and not used.seconds:
         return []
-    shown = min(2, len({each.gpu for each in samples}))
+    shown = min(2, len({sample.gpu for sample in samples}))
     shares = [
         Line("mean of the GPUs", busy.seconds, busy.mean, "series-a"),
         Line("least busy GPU", busy.seconds, busy.lowest, "series-b"),
@@ -291,7 +291,7 @@ def _gpus(samples: Sequence[GpuSample]) -> list[Figure]:
             line_chart(shares, percent, bounds=(0, 1), over="second"),
             averages,
         ),
-        Figure("GPU memory in use, GiB", line_chart(memory, number, over="second"), peaks),
+        Figure("GPU memory in use, GiB", line_chart(memory, format_number, over="second"), peaks),
     ]
 
 
@@ -305,8 +305,8 @@ def _last_values(rows: Rows) -> list[tuple[str, list[dict[str, Any]]]]:
     """The last value of every metric, by section, in the catalogue's words."""
     last = {name: (row["step"], row[name]) for row in rows for name in row if name != "step"}
     entries = [
-        {"name": name, "step": step, "value": value, "metric": find(name)}
+        {"name": name, "step": step, "value": value, "metric": find_metric(name)}
         for name, (step, value) in last.items()
     ]
     grouped = ((s, [e for e in entries if e["metric"].section == s]) for s in SECTIONS)
-    return [(section, found) for section, found in grouped if found]
+    return [(section, last_values) for section, last_values in grouped if last_values]

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from rltrain.config.redact import redacted_text
 from rltrain.config.trainer import TrackingConfig
-from rltrain.planning.roofline import hint
+from rltrain.planning.roofline import describe_bottleneck
 from rltrain.tracking.gpus import read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
-from rltrain.tracking.metrics import check
+from rltrain.tracking.metrics import check_metrics
 from rltrain.tracking.progress import ProgressLine
 from rltrain.tracking.report import write_report
 from rltrain.tracking.wandb import WandbRun
@@ -91,7 +91,7 @@ class Tracker:
         """
         if self._gpus is not None:
             metrics = {**metrics, **self._gpus.metrics()}
-        check(metrics)
+        check_metrics(metrics)
         self._metrics.write(step, metrics)
         if self._wandb is not None:
             self._wandb.log(step, metrics)
@@ -145,7 +145,9 @@ class Tracker:
 
     def _say_where_time_goes(self) -> None:
         names = [sample.name for sample in read_gpus(self.run_dir / "gpus.csv")]
-        line = hint(read_jsonl(self.run_dir / "metrics.jsonl"), names[0] if names else None)
+        line = describe_bottleneck(
+            read_jsonl(self.run_dir / "metrics.jsonl"), names[0] if names else None
+        )
         if line:
             logger.info("%s", line)
 

@@ -28,8 +28,8 @@ class Verdict:
 
 def column(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, where it was logged and finite."""
-    found = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    logged = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+    return [step for step, _ in logged], [value for _, value in logged]
 
 
 def scientific(value: float) -> str:

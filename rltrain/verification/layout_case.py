@@ -1,4 +1,4 @@
-"""The layouts that are proven: which rows `rltrain verify` runs, and on which tiny models. Pure."""
+"""The layouts that are tested: which rows `rltrain verify` runs, and on which tiny models. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ MAX_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """One row: a layout, what it runs with, and the model."""
 
     parallel: ParallelConfig
@@ -30,10 +30,12 @@ class Case:
     """Of the batch. Where they are fewer than the data-parallel ranks, some have none."""
 
     @property
-    def alone(self) -> "Case":
+    def alone(self) -> "LayoutCase":
         """What one rank computes the same as, in fp32: the reference."""
         one = ParallelConfig()
-        return Case(one, self.model, self.num_layers, self.dense_layers, seq_lens=self.seq_lens)
+        return LayoutCase(
+            one, self.model, self.num_layers, self.dense_layers, seq_lens=self.seq_lens
+        )
 
     @property
     def arch(self) -> Architecture:
@@ -102,11 +104,11 @@ PARTS: Options = {"recompute": "selective", "recompute_modules": ["layernorm", "
 BLOCK: Options = {"recompute": "full", "recompute_method": "block"}
 
 
-def _case(options: Options = NONE, *, num_layers: int = 4, **sizes: int) -> Case:
-    return Case(ParallelConfig.model_validate(sizes), num_layers=num_layers, options=options)
+def _case(options: Options = NONE, *, num_layers: int = 4, **sizes: int) -> LayoutCase:
+    return LayoutCase(ParallelConfig.model_validate(sizes), num_layers=num_layers, options=options)
 
 
-LAYOUTS: tuple[Case, ...] = (
+LAYOUTS: tuple[LayoutCase, ...] = (
     _case(),
     _case(FULL),
     _case(MOE),
@@ -139,19 +141,19 @@ LAYOUTS: tuple[Case, ...] = (
 """Each layout once. Together they have every kind of recomputation and both dispatchers."""
 
 
-def whole_product(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
+def whole_product(models: Sequence[str] = tuple(MODELS)) -> list[LayoutCase]:
     """Every layout with every model, recomputation and dispatcher that it allows."""
     layouts = {(c.parallel, c.num_layers, c.dense_layers, c.seq_lens) for c in LAYOUTS}
     in_order = sorted(layouts, key=lambda c: (c[0].world_size, repr(c)))
-    found = []
+    cases = []
     for model, (parallel, num_layers, dense, seq_lens), recompute in product(
         models, in_order, (NONE, FULL, MOE, BLOCK)
     ):
-        case = Case(parallel, model, num_layers, dense, recompute, seq_lens=seq_lens)
+        case = LayoutCase(parallel, model, num_layers, dense, recompute, seq_lens=seq_lens)
         if case.arch.linear_bias and (parallel.etp > 1 or dense):
             continue  # expert-tensor ranks would all add the biases; no such model has dense layers
-        found.append(case)
+        cases.append(case)
         experts_within_micro_batch = (parallel.tp * parallel.cp) % (parallel.ep * parallel.etp) == 0
         if not recompute and parallel.pp == 1 and experts_within_micro_batch:
-            found.append(replace(case, options={"dispatcher": "allgather"}))
-    return found
+            cases.append(replace(case, options={"dispatcher": "allgather"}))
+    return cases

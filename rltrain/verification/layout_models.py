@@ -1,4 +1,4 @@
-"""The tiny models that layouts are proven on. Pure."""
+"""The tiny models that layouts are tested on. Pure."""
 
 from dataclasses import replace
 

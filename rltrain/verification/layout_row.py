@@ -4,14 +4,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.verification.layout_case import Case
+from rltrain.verification.layout_case import LayoutCase
 
 NATIVE, RECORDED, PERTURBED = "native", "recorded", "perturbed"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found: largest error relative to the largest entry of what one rank computes."""
+    """Largest error relative to the largest entry of what one rank computes."""
 
     native: dict[str, float]  # of logits, loss, and the worst gradient
     recorded: dict[str, float]
@@ -23,7 +23,7 @@ class Row:
     seconds: float
 
 
-def result_file(folder: Path, case: Case) -> Path:
+def result_file(folder: Path, case: LayoutCase) -> Path:
     return folder / f"{case.name}.json"
 
 

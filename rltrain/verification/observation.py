@@ -27,7 +27,7 @@ class Observed:
     loss: float  # of the whole batch
     logits: Tensor | None
     """Of this rank's shard, on the last pipeline stage; fp32, 0 for the last token of a sequence,
-    whose row predicts nothing and may have been given any experts.  # [N, V]"""
+    whose row predicts nothing and may use any experts.  # [N, V]"""
     logprobs: Tensor | None  # likewise  # [N]
     gradients: dict[str, Tensor]  # by Hugging Face name
 
@@ -71,20 +71,20 @@ def observe(
     logits = torch.zeros(num_tokens, model.arch.vocab_size)
     logprobs = torch.zeros(num_tokens)
 
-    def objective(mb: MicroBatch, found: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
-        mb.scatter(found.detach(), mb.layout.targets, logprobs)
+    def objective(mb: MicroBatch, at_targets: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
+        mb.scatter(at_targets.detach(), mb.layout.targets, logprobs)
         predicting = torch.where(mb.layout.targets == PAD, PAD, mb.layout.tokens)
         mb.scatter(_whole_rows(observing.kept.pop(), model), predicting, logits)
         (weights,) = mb.batch.require("loss_weights")
-        loss = -(mb.at_targets(weights) * found).sum()
+        loss = -(mb.at_targets(weights) * at_targets).sum()
         return loss, Sums({"loss": loss.detach()}, {})
 
     for chunk in model.chunks:
         assert isinstance(chunk, DistributedDataParallel)
         chunk.zero_grad_buffer()
     sums = accumulate(observing, micro_batches, objective, replay=replay, recorder=recorder)
-    speaks = mesh.is_last_stage and mesh.tp_rank == 0
-    loss = torch.tensor(sum(float(s.totals["loss"]) for s in sums) if speaks else 0.0)
+    sums_loss = mesh.is_last_stage and mesh.tp_rank == 0  # once per shard and its tokens
+    loss = torch.tensor(sum(float(s.totals["loss"]) for s in sums) if sums_loss else 0.0)
     loss = loss.to(next(model.chunks[0].parameters()).device, torch.float64)
     dist.all_reduce(loss)
     return Observed(

@@ -1,4 +1,4 @@
-"""One forward and backward pass of given tokens on one layout, natively or on saved routes."""
+"""One forward and backward pass of some tokens on one layout, with native or saved routes."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,7 +12,7 @@ from rltrain.batch import Batch
 from rltrain.config.policy import PolicyConfig
 from rltrain.data.packing import plan_step
 from rltrain.policy.megatron.megatron_model import build_model
-from rltrain.policy.megatron.mesh import Mesh, init_mesh
+from rltrain.policy.megatron.mesh import init_mesh
 from rltrain.policy.passes.micro_batch import MicroBatch, cut
 from rltrain.policy.passes.passes import ModelOnMesh, Recorded, Recorder
 from rltrain.policy.ranks import rendezvous
@@ -45,48 +45,48 @@ def run_task(rank: int, folder: Path, task: Task, device: str) -> None:
     """On every rank; rank 0 writes the files.
 
     Raises:
-        RuntimeError: the routers used other experts than they were given.
+        RuntimeError: the routers used other experts than those of the saved routes.
     """
-    own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    rank_device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     parallel = task.policy.parallel
     init_method = rendezvous(folder, "offline")
-    mesh = init_mesh(parallel, rank, parallel.world_size, init_method, own)
-    chunks = build_model(task.arch, task.policy, mesh, device=own, routing_replay=True)
+    mesh = init_mesh(parallel, rank, parallel.world_size, init_method, rank_device)
+    chunks = build_model(task.arch, task.policy, mesh, device=rank_device, routing_replay=True)
     if task.weights is None:
         fill_seeded(chunks, task.arch, mesh)
     else:
         load_huggingface(task.weights, chunks, task.arch, mesh)
-    _pass(ModelOnMesh(chunks, task.arch, mesh, task.policy, temperature=1.0), task, own)
+    _run_pass(ModelOnMesh(chunks, task.arch, mesh, task.policy, temperature=1.0), task, rank_device)
 
 
-def _pass(model: ModelOnMesh, task: Task, device: torch.device) -> None:
+def _run_pass(model: ModelOnMesh, task: Task, device: torch.device) -> None:
     batch = _batch(task.tokens)
-    given = Routes.load(task.replay) if task.replay is not None else None
-    shard, index, micro_batches = _share(model, batch, given, device)
+    replayed = Routes.load(task.replay) if task.replay is not None else None
+    shard, index, micro_batches = _shard(model, batch, replayed, device)
     recorder = Recorder(model, shard.num_tokens)
-    found = observe(model, shard, micro_batches, replay=given is not None, recorder=recorder)
-    routes = _routes(model, batch, index, recorder.gathered(), device)
+    observed = observe(model, shard, micro_batches, replay=replayed is not None, recorder=recorder)
+    routes = _recorded_routes(model, batch, index, recorder.gathered(), device)
     logprobs = torch.zeros(batch.num_tokens)
-    if found.logprobs is not None and _is_output_rank(model.mesh):
-        logprobs[index] = found.logprobs
-    logprobs = _summed(logprobs, device)
+    if observed.logprobs is not None and model.mesh.is_output_rank:
+        logprobs[index] = observed.logprobs
+    logprobs = _sum_over_ranks(logprobs, device)
     if model.mesh.rank:
         return
-    if given is not None:
-        _check_replayed(routes, given)
+    if replayed is not None:
+        _check_replayed(routes, replayed)
     if task.routes_out is not None:
         routes.save(task.routes_out)
     Pass(
         tokens=batch.tokens,
         seq_lens=batch.seq_lens,
         logprobs=logprobs,
-        loss=torch.tensor(found.loss, dtype=torch.float64),
-        gradients=found.gradients,
+        loss=torch.tensor(observed.loss, dtype=torch.float64),
+        gradients=observed.gradients,
         about=task.about,
     ).save(task.pass_out)
 
 
-def _share(
+def _shard(
     model: ModelOnMesh, batch: Batch, routes: Routes | None, device: torch.device
 ) -> tuple[Batch, Tensor, list[MicroBatch]]:
     """This data-parallel rank's sequences, where their tokens lie in the batch, and their cuts."""
@@ -97,15 +97,15 @@ def _share(
     rows = plan.shards[mesh.dp_rank]
     shard, index = batch.select(rows), batch.token_index(rows)
     if routes is not None:
-        own = [routes.layers.index(layer) for layer in model.route_layers]
+        layers = [routes.layers.index(layer) for layer in model.route_layers]
         shard = shard.with_fields(
-            replay_expert_indices=routes.ids[index][:, own], replay_mask=routes.route_mask[index]
+            replay_expert_indices=routes.ids[index][:, layers], replay_mask=routes.route_mask[index]
         )
     return shard, index, cut(shard, plan.updates[0][mesh.dp_rank], mesh.token_grid, device)
 
 
 def _batch(tokens: tuple[tuple[int, ...], ...]) -> Batch:
-    """Every token but the first of a sequence counts alike in the loss."""
+    """The loss is the mean over all tokens but the first of each sequence."""
     seq_lens = torch.tensor([len(sequence) for sequence in tokens])
     n = int(seq_lens.sum())
     weights = torch.full((n,), 1.0 / (n - len(tokens)))
@@ -118,7 +118,7 @@ def _batch(tokens: tuple[tuple[int, ...], ...]) -> Batch:
     )
 
 
-def _routes(
+def _recorded_routes(
     model: ModelOnMesh, batch: Batch, index: Tensor, recorded: Recorded, device: torch.device
 ) -> Routes:
     """What all ranks recorded. Collective.
@@ -131,11 +131,11 @@ def _routes(
         batch.num_tokens, len(arch.moe_layers), arch.experts_per_token, dtype=torch.int64
     )
     margins = torch.zeros(used.shape[:2])
-    if _is_output_rank(model.mesh):
-        own = torch.tensor([arch.moe_layers.index(layer) for layer in model.route_layers])
-        at = index.unsqueeze(1), own.long()
-        used[at], margins[at] = decode(recorded.used), recorded.margin
-    ids = _summed(used, device).numpy()
+    if model.mesh.is_output_rank:
+        layers = torch.tensor([arch.moe_layers.index(layer) for layer in model.route_layers])
+        rows_and_layers = index.unsqueeze(1), layers.long()
+        used[rows_and_layers], margins[rows_and_layers] = decode(recorded.used), recorded.margin
+    ids = _sum_over_ranks(used, device).numpy()
     return Routes(
         ids=torch.from_numpy(encode(ids, arch.num_experts)),
         route_mask=torch.ones(batch.num_tokens, dtype=torch.bool),
@@ -145,27 +145,22 @@ def _routes(
         num_experts=arch.num_experts,
         weight_version=0,
         producer=f"Megatron {version('megatron-core')}",
-        margins=_summed(margins, device),
+        margins=_sum_over_ranks(margins, device),
     )
 
 
-def _check_replayed(used: Routes, given: Routes) -> None:
-    mask = given.route_mask
-    wrong = (used.ids != given.ids)[mask].any(-1).nonzero()
+def _check_replayed(used: Routes, replayed: Routes) -> None:
+    mask = replayed.route_mask
+    wrong = (used.ids != replayed.ids)[mask].any(-1).nonzero()
     if len(wrong):
-        token, layer = int(mask.nonzero()[wrong[0, 0]]), given.layers[int(wrong[0, 1])]
+        token, layer = int(mask.nonzero()[wrong[0, 0]]), replayed.layers[int(wrong[0, 1])]
         raise RuntimeError(
             f"the routers used other experts than the routes have in {len(wrong)} rows and layers, "
             f"the first at token {token}, layer {layer}: replay is broken"
         )
 
 
-def _is_output_rank(mesh: Mesh) -> bool:
-    """One of the ranks that hold the same: they share tokens and, by stage, layers."""
-    return mesh.tp_rank == 0 and mesh.cp_rank == 0
-
-
-def _summed(values: Tensor, device: torch.device) -> Tensor:
+def _sum_over_ranks(values: Tensor, device: torch.device) -> Tensor:
     """Over all ranks, on the CPU."""
     values = values.to(device)
     dist.all_reduce(values)

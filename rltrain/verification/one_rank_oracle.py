@@ -1,12 +1,15 @@
 """Whether a layout computes what one rank computes: the ranks' side of `rltrain verify`.
 
-Three passes forward and backward, each compared with one rank that runs one sequence at a time in
-one chunk without recomputation: natively, on the routes that rank recorded, and on routes that were
-perturbed on purpose, some rows left to choose live. Unless replay happens in every router, for the
-right rows, also in recomputation, the third cannot agree.
+The reference is one rank that runs one sequence at a time, in one chunk, without recomputation. A
+layout makes three passes forward and backward, and each is compared with the reference:
 
-That rank computes in fp32, also where the layout does in bf16. Its weights are then those that bf16
-holds, and errors are of the root mean square: in bf16 the largest entry's is chance.
+- with native routing;
+- on the routes that the reference recorded;
+- on perturbed routes, where some rows route natively. This pass agrees only if every router
+  replays the right rows, in recomputation too.
+
+The reference computes in fp32. For a layout in bf16 its weights are rounded to bf16, and the error
+is the root mean square: the largest error of bf16 depends on chance.
 """
 
 import json
@@ -32,7 +35,7 @@ from rltrain.policy.passes.passes import ModelOnMesh, score
 from rltrain.policy.ranks import rendezvous
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import decode, encode
-from rltrain.verification.layout_case import MAX_TOKENS, Case
+from rltrain.verification.layout_case import MAX_TOKENS, LayoutCase
 from rltrain.verification.layout_row import NATIVE, PERTURBED, RECORDED, Row, result_file
 from rltrain.verification.observation import Observed, observe
 from rltrain.verification.pass_file import relative_error
@@ -40,28 +43,30 @@ from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.mapping.seeded import fill_seeded
 
 
-def run_reference(rank: int, folder: Path, cases: list[Case], device: str) -> None:
+def run_reference(rank: int, folder: Path, cases: list[LayoutCase], device: str) -> None:
     """On one rank: what every model of ``cases`` computes, one file each."""
-    own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    rank_device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     for case in cases:
         init = rendezvous(folder, f"reference of {case.name}")
-        with _model(case.alone, rank, init, own, weights=_dtype(case, own)) as model:
-            save_file(_reference(case, model, own), _reference_file(folder, case))
+        with _model_on_mesh(
+            case.alone, rank, init, rank_device, weights=_dtype(case, rank_device)
+        ) as model:
+            save_file(_reference(case, model, rank_device), _reference_file(folder, case))
 
 
-def run_cases(rank: int, folder: Path, cases: list[Case], device: str) -> None:
+def run_cases(rank: int, folder: Path, cases: list[LayoutCase], device: str) -> None:
     """On every rank of one world size: case after case, a JSON file for each that ended."""
-    own = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    rank_device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     for case in cases:
-        with _model(case, rank, rendezvous(folder, case.name), own) as model:
-            row = _verify(folder, case, model, own)
+        with _model_on_mesh(case, rank, rendezvous(folder, case.name), rank_device) as model:
+            row = _compare_with_reference(folder, case, model, rank_device)
         if rank == 0:
             file = result_file(folder, case)
             file.with_suffix(".partial").write_text(json.dumps(asdict(row)))
             os.replace(file.with_suffix(".partial"), file)
 
 
-def _reference(case: Case, model: ModelOnMesh, device: torch.device) -> dict[str, Tensor]:
+def _reference(case: LayoutCase, model: ModelOnMesh, device: torch.device) -> dict[str, Tensor]:
     arch, batch = model.arch, _batch(case)
     plan = [[i] for i in range(batch.num_sequences)]
     native = observe(model, batch, _cut(model.mesh, batch, plan, device), replay=False)
@@ -76,20 +81,20 @@ def _reference(case: Case, model: ModelOnMesh, device: torch.device) -> dict[str
         "routes": recorded,
         "perturbed routes": routes,
         "perturbed mask": mask,
-        **_tensors(NATIVE, native),
-        **_tensors(PERTURBED, perturbed),
+        **_named_tensors(NATIVE, native),
+        **_named_tensors(PERTURBED, perturbed),
     }
 
 
 def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Other experts in about half of the rows, and rows that choose live in about a tenth.
+    """Other experts in about half of the rows; about a tenth of the rows route natively.
 
     Args:
         routes: int64  # [N, L, K]
 
     Returns:
         the routes, distinct within a row  # [N, L, K]
-        rows that must use them; never a last one, which owes no route  # [N]
+        rows that must use them; never the last of a sequence, which has no route  # [N]
     """
     generator = torch.Generator().manual_seed(0)
     n, num_layers, k = routes.shape
@@ -99,7 +104,9 @@ def perturb(routes: Tensor, seq_lens: Tensor, num_experts: int) -> tuple[Tensor,
     return torch.where(changed, other, routes), ~live & ~last_rows(seq_lens)
 
 
-def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) -> Row:
+def _compare_with_reference(
+    folder: Path, case: LayoutCase, model: ModelOnMesh, device: torch.device
+) -> Row:
     started = time.monotonic()
     mesh, batch = model.mesh, _batch(case)
     reference = load_file(_reference_file(folder, case))
@@ -107,7 +114,7 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
     plan = plan_step(list(case.seq_lens), 1, mesh.dp_size, MAX_TOKENS, multiple_of)
     rows = plan.shards[mesh.dp_rank]
     shard, index = batch.select(rows), batch.token_index(rows)
-    own = [case.arch.moe_layers.index(layer) for layer in model.route_layers]
+    layers = [case.arch.moe_layers.index(layer) for layer in model.route_layers]
 
     def micro_batches(routes: str | None = None, mask: Tensor | None = None) -> list[MicroBatch]:
         replayed = shard
@@ -115,7 +122,7 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
             assert mask is not None
             replayed = shard.with_fields(
                 replay_expert_indices=_encoded(reference[routes].long() & 0xFFFF, case.arch)[index][
-                    :, own
+                    :, layers
                 ],
                 replay_mask=mask[index],
             )
@@ -123,7 +130,7 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
 
     scores = score(model, micro_batches(), shard.num_tokens, replay=False, record=True)
     assert scores.recorded is not None
-    wrong = int((scores.recorded.native != reference["routes"][index][:, own]).sum())
+    wrong = int((scores.recorded.native != reference["routes"][index][:, layers]).sum())
     errors = {}
     worst = {}
     for name, routes, mask in (
@@ -131,10 +138,12 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
         (RECORDED, "routes", ~last_rows(batch.seq_lens)),
         (PERTURBED, "perturbed routes", reference["perturbed mask"]),
     ):
-        found = observe(model, shard, micro_batches(routes, mask), replay=routes is not None)
+        actual = observe(model, shard, micro_batches(routes, mask), replay=routes is not None)
         expected = PERTURBED if name == PERTURBED else NATIVE
         error = relative_error if case.params == "fp32" else rms_error
-        errors[name], worst[name] = _errors(found, reference, expected, index, device, error)
+        errors[name], worst[name] = _largest_errors(
+            actual, reference, expected, index, device, error
+        )
     num_micro_batches = len(plan.updates[0][mesh.dp_rank])
     reruns = sum(n for chunk in range(len(model.chunks)) for n in model.reruns(chunk).values())
     return Row(
@@ -148,18 +157,18 @@ def _verify(folder: Path, case: Case, model: ModelOnMesh, device: torch.device) 
 
 
 @contextmanager
-def _model(
-    case: Case,
+def _model_on_mesh(
+    case: LayoutCase,
     rank: int,
     init_method: str,
     device: torch.device,
     *,
     weights: torch.dtype | None = None,
 ) -> Iterator[ModelOnMesh]:
-    """The case's model in a world of its own.
+    """The case's model in a process group that ends with the context.
 
     Args:
-        weights: what their values are rounded to, by default what holds them
+        weights: the dtype that values are rounded to, by default that of the parameters
     """
     mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init_method, device)
     chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
@@ -170,8 +179,8 @@ def _model(
         destroy_mesh()
 
 
-def _batch(case: Case) -> Batch:
-    """Random tokens; every prediction counts, with a weight of either sign."""
+def _batch(case: LayoutCase) -> Batch:
+    """Random tokens; every prediction is in the loss, with a positive or negative weight."""
     generator = torch.Generator().manual_seed(0)
     n = sum(case.seq_lens)
     return Batch(
@@ -190,29 +199,31 @@ def _encoded(routes: Tensor, arch: Architecture) -> Tensor:
     return torch.from_numpy(encode(routes.numpy(), arch.num_experts))
 
 
-def _tensors(name: str, found: Observed) -> dict[str, Tensor]:
-    assert found.logits is not None
-    gradients = {f"{name}/gradient/{key}": value for key, value in found.gradients.items()}
-    loss = torch.tensor(found.loss, dtype=torch.float64)
-    return {f"{name}/logits": found.logits, f"{name}/loss": loss, **gradients}
+def _named_tensors(name: str, actual: Observed) -> dict[str, Tensor]:
+    assert actual.logits is not None
+    gradients = {f"{name}/gradient/{key}": value for key, value in actual.gradients.items()}
+    loss = torch.tensor(actual.loss, dtype=torch.float64)
+    return {f"{name}/logits": actual.logits, f"{name}/loss": loss, **gradients}
 
 
-def _dtype(case: Case, device: torch.device) -> torch.dtype:
+def _dtype(case: LayoutCase, device: torch.device) -> torch.dtype:
     return params_dtype(case.policy.precision, device)
 
 
-def rms_error(found: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
-    """Root mean square of the error over that of ``scale``, by default of what is expected; 0 of
-    nothing, as of a rank without sequences."""
-    if not found.numel():
+def rms_error(actual: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
+    """Root mean square of the error over that of ``scale``, by default ``expected``.
+
+    An empty tensor, as of a rank without sequences, has error 0.
+    """
+    if not actual.numel():
         return 0.0
-    off = (found.double() - expected.double()).square().mean().sqrt()
+    off = (actual.double() - expected.double()).square().mean().sqrt()
     size = (expected if scale is None else scale).double().square().mean().sqrt()
     return float(off / size) if size else float(off)
 
 
-def _errors(
-    found: Observed,
+def _largest_errors(
+    actual: Observed,
     reference: dict[str, Tensor],
     name: str,
     index: Tensor,
@@ -221,16 +232,16 @@ def _errors(
 ) -> tuple[dict[str, float], str]:
     """The largest errors over all ranks, and which parameter's gradient is worst."""
     logits = 0.0
-    if found.logits is not None:
+    if actual.logits is not None:
         expected = reference[f"{name}/logits"]
-        logits = error(found.logits, expected[index], scale=expected)
+        logits = error(actual.logits, expected[index], scale=expected)
     prefix = f"{name}/gradient/"
     names = {key.removeprefix(prefix) for key in reference if key.startswith(prefix)}
-    assert names == found.gradients.keys(), names ^ found.gradients.keys()
+    assert names == actual.gradients.keys(), names ^ actual.gradients.keys()
     gradients = {
-        key: error(value, reference[prefix + key]) for key, value in found.gradients.items()
+        key: error(value, reference[prefix + key]) for key, value in actual.gradients.items()
     }
-    loss = error(torch.tensor(found.loss, dtype=torch.float64), reference[f"{name}/loss"])
+    loss = error(torch.tensor(actual.loss, dtype=torch.float64), reference[f"{name}/loss"])
     worst = max(gradients, key=lambda key: gradients[key])
     errors = {"logits": logits, "loss": loss, "gradient": gradients[worst]}
     return {key: _over_ranks(value, device) for key, value in errors.items()}, worst
@@ -242,5 +253,5 @@ def _over_ranks(value: float, device: torch.device) -> float:
     return float(largest)
 
 
-def _reference_file(folder: Path, case: Case) -> Path:
+def _reference_file(folder: Path, case: LayoutCase) -> Path:
     return folder / f"{case.alone.name}.safetensors"

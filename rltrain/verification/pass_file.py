@@ -69,16 +69,16 @@ class PassErrors:
         return max(self.logprobs, self.loss, *self.gradients.values())
 
 
-def compare_passes(found: Pass, expected: Pass) -> PassErrors:
-    """How far ``found`` is from ``expected``.
+def compare_passes(actual: Pass, expected: Pass) -> PassErrors:
+    """How far ``actual`` is from ``expected``.
 
     Raises:
         ValueError: they are of other tokens or of other parameters.
     """
-    same_tokens = torch.equal(found.tokens, expected.tokens)
-    if not same_tokens or not torch.equal(found.seq_lens, expected.seq_lens):
+    same_tokens = torch.equal(actual.tokens, expected.tokens)
+    if not same_tokens or not torch.equal(actual.seq_lens, expected.seq_lens):
         raise ValueError("the passes are of different tokens: make both on the same")
-    shapes = [{n: tuple(x.shape) for n, x in p.gradients.items()} for p in (found, expected)]
+    shapes = [{n: tuple(x.shape) for n, x in p.gradients.items()} for p in (actual, expected)]
     if shapes[0] != shapes[1]:
         differ = sorted(n for n, _ in shapes[0].items() ^ shapes[1].items())
         raise ValueError(
@@ -86,22 +86,22 @@ def compare_passes(found: Pass, expected: Pass) -> PassErrors:
             f"have another shape, the first {differ[0]}"
         )
     return PassErrors(
-        logprobs=relative_error(found.logprobs, expected.logprobs),
-        worst_token=int((found.logprobs - expected.logprobs).abs().argmax()),
-        loss=relative_error(found.loss, expected.loss),
+        logprobs=relative_error(actual.logprobs, expected.logprobs),
+        worst_token=int((actual.logprobs - expected.logprobs).abs().argmax()),
+        loss=relative_error(actual.loss, expected.loss),
         gradients={
             name: relative_error(value, expected.gradients[name])
-            for name, value in found.gradients.items()
+            for name, value in actual.gradients.items()
         },
     )
 
 
-def relative_error(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+def relative_error(actual: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
     """Largest error over the largest entry of ``expected``, or of ``scale``.
 
     NaN anywhere gives infinity.
     """
-    assert found.shape == expected.shape, (found.shape, expected.shape)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
     largest = (expected if scale is None else scale).abs().max().clamp(min=1e-8)
-    error = float((found - expected).abs().max() / largest) if found.numel() else 0.0
+    error = float((actual - expected).abs().max() / largest) if actual.numel() else 0.0
     return error if error == error else float("inf")

@@ -1,4 +1,4 @@
-"""What one rank sees of some routes."""
+"""The rows of some routes that one rank's routers read. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RankView:
         Tensor  # the token each row reads, `rltrain.parallel.token_layout.PAD` for padding  # [S]
     )
     experts: Tensor  # int64  # [S, L, K]
-    replayed: Tensor  # bool; False: the row chooses live  # [S]
+    replayed: Tensor  # bool; False: the row routes natively  # [S]
 
 
 def rank_view(routes: Routes, grid: TokenGrid, layers: Sequence[int]) -> RankView:

@@ -1,4 +1,4 @@
-"""``rltrain routes capture``: the routes of a rollout engine through given tokens."""
+"""``rltrain routes capture``: the routes of a rollout engine through some tokens."""
 
 import argparse
 import sys
@@ -16,18 +16,18 @@ from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
 from rltrain.verification.routes_file import Routes
-from rltrain.verification.routes_passes import model_of, tokens_of
+from rltrain.verification.routes_passes import read_tokens, resolve_model
 
-# One more token is sampled, so that the engine reads every given one, the last included.
+# The engine reads every token of the prompt, the last one too, only to sample one more.
 ONE = SamplingParams(temperature=1.0, max_tokens=1, greedy=True, capture_routes=True)
 
 
 def capture(options: argparse.Namespace) -> int:
     """Start an engine, let it read the tokens as prompts, save what it chose."""
-    arch, folder = model_of(options.model)
+    arch, folder = resolve_model(options.model)
     if folder is None:
         raise ValueError(f"{options.model}: vLLM reads a Hugging Face folder; give one")
-    tokens = tokens_of(options, arch, folder)
+    tokens = read_tokens(options, arch, folder)
     shape = RouteShape(arch.num_layers, arch.moe_layers, arch.num_experts, arch.experts_per_token)
     with tempfile.TemporaryDirectory(prefix="rltrain-routes-") as logs:
         config = _config(logs, options.dtype)
@@ -40,7 +40,7 @@ def capture(options: argparse.Namespace) -> int:
             requests = [Request(sequence, 0, f"{n}", 0) for n, sequence in enumerate(tokens)]
             refs = [rollout.routes for rollout in ray.get(engine.generate.remote(requests, ONE))]
             fetched = torch.from_numpy(fetch_routes(refs, arch.moe_layers))
-    # Of each sequence the row of the sampled token, which nothing has read, is left out.
+    # The last row of each sequence is the sampled token's. The engine has not read it: left out.
     parts = [part[:-1] for part in fetched.split([len(sequence) + 1 for sequence in tokens])]
     Routes(
         ids=torch.cat(parts),

@@ -9,7 +9,7 @@ from rltrain.parallel.layer_map import Pipeline, route_layers
 from rltrain.parallel.token_layout import PAD, TokenGrid
 from rltrain.verification.rank_view import rank_view
 from rltrain.verification.routes_arguments import load_routes, parse_layout, parse_sizes
-from rltrain.verification.routes_inspection import inspect
+from rltrain.verification.routes_inspection import inspect_routes
 
 LAYOUT = "tp=2,pp=2,...; keys of policy.parallel"
 MODEL = "a Hugging Face folder, or tiny:qwen3 and the like, with seeded weights"
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _record(options: argparse.Namespace) -> int:
-    """One pass of MODEL on given tokens: its routes to OUT, its numbers beside it."""
+    """One pass of MODEL on some tokens: its routes to OUT, its numbers beside it."""
     from rltrain.verification.routes_passes import record
 
     return record(options)
@@ -81,7 +81,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _capture(options: argparse.Namespace) -> int:
-    """The routes that a vLLM engine takes through given tokens: to OUT."""
+    """The routes that a vLLM engine takes through some tokens: to OUT."""
     from rltrain.verification.routes_capture import capture
 
     return capture(options)
@@ -89,26 +89,26 @@ def _capture(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     """Two pass files or two routes files: where they differ; status 1 when they do."""
-    from rltrain.verification.routes_compare import compare
+    from rltrain.verification.routes_compare import compare_files
 
-    return compare(options)
+    return compare_files(options)
 
 
 def _inspect(options: argparse.Namespace) -> int:
     """What is in a file of ROUTES: coverage, duplicates, repeats, load."""
-    found = load_routes(options.routes)
-    seen = inspect(found)
+    saved = load_routes(options.routes)
+    seen = inspect_routes(saved)
     write = sys.stdout.write
     write(
-        f"{options.routes}: by {found.producer}, weight version {found.weight_version}\n"
-        f"{seen.num_sequences} sequences, {seen.num_tokens} tokens, {len(found.layers)} layers, "
-        f"{found.ids.shape[2]} of {found.num_experts} experts, {seen.dtype}, "
-        f"margins {'known' if found.margins is not None else 'not known'}\n"
+        f"{options.routes}: by {saved.producer}, weight version {saved.weight_version}\n"
+        f"{seen.num_sequences} sequences, {seen.num_tokens} tokens, {len(saved.layers)} layers, "
+        f"{saved.ids.shape[2]} of {saved.num_experts} experts, {seen.dtype}, "
+        f"margins {'known' if saved.margins is not None else 'not known'}\n"
         f"coverage {seen.coverage:.2%}; rows with distinct experts {seen.valid_fraction:.2%}; "
         f"layers of zeros: {', '.join(map(str, seen.zero_layers)) or 'none'}\n"
         f"{'layer':>5} {'duplicate rows':>15} {'longest repeat':>15} {'peak / mean load':>17}\n"
     )
-    for layer in found.layers:
+    for layer in saved.layers:
         write(
             f"{layer:>5} {seen.duplicate_rows[layer]:>15} {seen.longest_repeat[layer]:>15} "
             f"{seen.peak_load[layer]:>17.2f}\n"
@@ -118,20 +118,26 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _slice(options: argparse.Namespace) -> int:
     """What one rank sees of ROUTES: its layers, and token and experts of its first router rows."""
-    found = load_routes(options.routes)
+    saved = load_routes(options.routes)
     layout = parse_layout(options.layout)
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vp": layout.vpp}
-    at = dict.fromkeys(sizes, 0) | parse_sizes(options.rank, "--rank", list(sizes))
+    coordinates = dict.fromkeys(sizes, 0) | parse_sizes(options.rank, "--rank", list(sizes))
     for name, size in sizes.items():
-        if not 0 <= at[name] < size:
-            raise ValueError(f"--rank {name}={at[name]}: expected 0 to {size - 1} by --layout")
-    last = max(found.layers, default=0)
+        if not 0 <= coordinates[name] < size:
+            raise ValueError(
+                f"--rank {name}={coordinates[name]}: expected 0 to {size - 1} by --layout"
+            )
+    last = max(saved.layers, default=0)
     num_layers = last + 1 if options.num_layers is None else options.num_layers
     if num_layers <= last:
         raise ValueError(f"--num-layers {num_layers}: {options.routes} has routes of layer {last}")
-    layers = route_layers(Pipeline.of(layout), num_layers, found.layers, at["pp"], at["vp"])
-    grid = TokenGrid(layout.tp, at["tp"], layout.cp, at["cp"], zigzag=not options.contiguous)
-    view = rank_view(found, grid, layers)
+    layers = route_layers(
+        Pipeline.of(layout), num_layers, saved.layers, coordinates["pp"], coordinates["vp"]
+    )
+    grid = TokenGrid(
+        layout.tp, coordinates["tp"], layout.cp, coordinates["cp"], zigzag=not options.contiguous
+    )
+    view = rank_view(saved, grid, layers)
     padding = int((view.index == PAD).sum())
     sys.stdout.write(
         f"layers with a router: {', '.join(map(str, layers)) or 'none'}\n"
@@ -140,7 +146,7 @@ def _slice(options: argparse.Namespace) -> int:
     )
     for row, token in enumerate(view.index.tolist()[: options.rows]):
         experts = "  ".join(",".join(map(str, ids)) for ids in view.experts[row].tolist())
-        names = ["pad", "-"] if token == PAD else [f"{token}", f"{int(found.tokens[token])}"]
-        live = "" if view.replayed[row] else "  (chooses live)"
+        names = ["pad", "-"] if token == PAD else [f"{token}", f"{int(saved.tokens[token])}"]
+        live = "" if view.replayed[row] else "  (routes natively)"
         sys.stdout.write(f"{row:>5} {names[0]:>6} {names[1]:>7}  {experts}{live}\n")
     return 0

@@ -15,7 +15,7 @@ from rltrain.verification.routes_file import Routes
 LISTED = 5  # parameters and samples
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare_files(options: argparse.Namespace) -> int:
     """Print how far B's file is from A's.
 
     Returns:
@@ -39,26 +39,26 @@ def _kind(path: Path) -> str:
     """Which of our headers the file has."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = set(file.metadata() or {})
+            metadata = set(file.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{path}: expected a safetensors file, found {error}") from error
-    kinds = found & {pass_file.HEADER, routes_file.HEADER}
+    kinds = metadata & {pass_file.HEADER, routes_file.HEADER}
     if len(kinds) != 1:
         raise ValueError(
             f"{path}: expected a file that `rltrain routes` wrote, with metadata "
-            f"{routes_file.HEADER} or {pass_file.HEADER}, found metadata {sorted(found)}"
+            f"{routes_file.HEADER} or {pass_file.HEADER}, found metadata {sorted(metadata)}"
         )
     return kinds.pop()
 
 
 def _passes(a: Path, b: Path, tolerance: float) -> int:
-    expected, found = Pass.load(a), Pass.load(b)
-    errors = compare_passes(found, expected)
+    expected, actual = Pass.load(a), Pass.load(b)
+    errors = compare_passes(actual, expected)
     write = sys.stdout.write
-    write(f"A {a}: {expected.about}\nB {b}: {found.about}\n")
+    write(f"A {a}: {expected.about}\nB {b}: {actual.about}\n")
     write("largest errors of B, relative to A's largest entry\n")
     write(f"  {errors.logprobs:.1e}  log-probabilities, of token {errors.worst_token}\n")
-    write(f"  {errors.loss:.1e}  loss, {float(expected.loss):.9g} and {float(found.loss):.9g}\n")
+    write(f"  {errors.loss:.1e}  loss, {float(expected.loss):.9g} and {float(actual.loss):.9g}\n")
     worst = sorted(errors.gradients.items(), key=lambda item: -item[1])[:LISTED]
     for name, error in worst:
         write(f"  {error:.1e}  gradient of {name}\n")
@@ -68,13 +68,13 @@ def _passes(a: Path, b: Path, tolerance: float) -> int:
 
 
 def _routes(a: Path, b: Path, near_tie: float) -> int:
-    expected, found = Routes.load(a), Routes.load(b)
-    difference = compare_routes(found, expected, near_tie)
-    k, write = found.ids.shape[2], sys.stdout.write
-    write(f"A {a}: by {expected.producer}\nB {b}: by {found.producer}\n")
+    expected, actual = Routes.load(a), Routes.load(b)
+    difference = compare_routes(actual, expected, near_tie)
+    k, write = actual.ids.shape[2], sys.stdout.write
+    write(f"A {a}: by {expected.producer}\nB {b}: by {actual.producer}\n")
     write(
         f"{difference.num_rows} rows in both, {difference.num_unmatched} in one alone; "
-        f"overlap by chance is K/E = {k}/{found.num_experts} = {k / found.num_experts:.3f}\n"
+        f"overlap by chance is K/E = {k}/{actual.num_experts} = {k / actual.num_experts:.3f}\n"
         f"{'layer':>5} {'overlap':>8} {'differing':>10} {'near-ties':>10} {'unexplained':>12}\n"
     )
     for at in difference.layers:
@@ -86,7 +86,7 @@ def _routes(a: Path, b: Path, near_tie: float) -> int:
         write(f"{_sentence(first)}\n")
     if (more := len(difference.firsts) - LISTED) > 0:
         write(f"and {more} more samples that differ\n")
-    if expected.margins is None and found.margins is None and difference.firsts:
+    if expected.margins is None and actual.margins is None and difference.firsts:
         write("neither file has margins, so nothing counts as a near-tie\n")
     bad = difference.unexplained
     write(
@@ -100,6 +100,6 @@ def _sentence(first: FirstDifference) -> str:
     margin = "unknown" if first.margin is None else f"{first.margin:.2g}"
     return (
         f"sample {first.sample}: first at row {first.row} (token {first.token}), layer "
-        f"{first.layer}: A {list(first.expected)}, B {list(first.found)}, margin {margin}"
+        f"{first.layer}: A {list(first.expected)}, B {list(first.actual)}, margin {margin}"
         f"{', a near-tie' if first.is_near_tie else ''}"
     )

@@ -18,7 +18,7 @@ class FirstDifference:
     row: int  # within the sample
     layer: int
     token: int  # what the row reads
-    found: tuple[int, ...]
+    actual: tuple[int, ...]
     expected: tuple[int, ...]
     margin: float | None  # of the choice; None where neither side knows it
     is_near_tie: bool
@@ -47,12 +47,12 @@ class Difference:
         return sum(layer.unexplained for layer in self.layers)
 
 
-def compare_routes(found: Routes, expected: Routes, near_tie: float) -> Difference:
+def compare_routes(actual: Routes, expected: Routes, near_tie: float) -> Difference:
     """Compare row by row; the order of the experts in a row does not matter.
 
-    What a row computes is read by the layers above, in it and in all later rows of its sample. So
-    a difference with another one in a lower layer, in its row or an earlier one, may follow from
-    that; any other has a cause of its own, which is a near-tie or a mistake.
+    A row's output is read by the layers above it, in the same row and in all later rows of its
+    sample. So a difference may follow from another one in a lower layer, in the same row or an
+    earlier one. Any other difference is a near-tie or a mistake.
 
     Args:
         near_tie: the largest margin (`rltrain.routing.agreement.choice_margin`) that rounding can
@@ -61,16 +61,16 @@ def compare_routes(found: Routes, expected: Routes, near_tie: float) -> Differen
     Raises:
         ValueError: they are of other tokens or another model, or have no row in common.
     """
-    _check_comparable(found, expected)
-    both = found.route_mask & expected.route_mask
+    _check_comparable(actual, expected)
+    both = actual.route_mask & expected.route_mask
     if not both.any():
         raise ValueError("no row was captured on both sides: there is nothing to compare")
-    k = found.ids.shape[2]
-    shared = num_shared(decode(found.ids), decode(expected.ids))  # [N, L]
+    k = actual.ids.shape[2]
+    shared = num_shared(decode(actual.ids), decode(expected.ids))  # [N, L]
     differs = (shared < k) & both.unsqueeze(1)
-    margins = _margins(found, expected)
+    margins = _margins(actual, expected)
     ties = torch.zeros_like(differs) if margins is None else differs & (margins <= near_tie)
-    unexplained = differs & ~ties & ~_follows(differs, found.seq_lens)
+    unexplained = differs & ~ties & ~_follows(differs, actual.seq_lens)
     layers = tuple(
         LayerDifference(
             layer,
@@ -79,22 +79,22 @@ def compare_routes(found: Routes, expected: Routes, near_tie: float) -> Differen
             near_ties=int(ties[:, n].sum()),
             unexplained=int(unexplained[:, n].sum()),
         )
-        for n, layer in enumerate(found.layers)
+        for n, layer in enumerate(actual.layers)
     )
-    firsts = _firsts(found, expected, differs, ties, margins)
-    unmatched = int((found.route_mask ^ expected.route_mask).sum())
+    firsts = _firsts(actual, expected, differs, ties, margins)
+    unmatched = int((actual.route_mask ^ expected.route_mask).sum())
     return Difference(int(both.sum()), unmatched, layers, firsts)
 
 
-def _check_comparable(found: Routes, expected: Routes) -> None:
-    same_tokens = torch.equal(found.tokens, expected.tokens)
-    if not same_tokens or not torch.equal(found.seq_lens, expected.seq_lens):
+def _check_comparable(actual: Routes, expected: Routes) -> None:
+    same_tokens = torch.equal(actual.tokens, expected.tokens)
+    if not same_tokens or not torch.equal(actual.seq_lens, expected.seq_lens):
         raise ValueError(
-            f"the routes are of different tokens ({len(found.seq_lens)} samples, "
-            f"{len(found.tokens)} tokens and {len(expected.seq_lens)} samples, "
+            f"the routes are of different tokens ({len(actual.seq_lens)} samples, "
+            f"{len(actual.tokens)} tokens and {len(expected.seq_lens)} samples, "
             f"{len(expected.tokens)} tokens): record on the tokens of the other file"
         )
-    models = [(r.layers, r.ids.shape[2], r.num_experts) for r in (found, expected)]
+    models = [(r.layers, r.ids.shape[2], r.num_experts) for r in (actual, expected)]
     if models[0] != models[1]:
         raise ValueError(
             "the routes are of different models: layers, experts per token and experts are "
@@ -102,8 +102,8 @@ def _check_comparable(found: Routes, expected: Routes) -> None:
         )
 
 
-def _margins(found: Routes, expected: Routes) -> Tensor | None:
-    known = [r.margins for r in (found, expected) if r.margins is not None]
+def _margins(actual: Routes, expected: Routes) -> Tensor | None:
+    known = [r.margins for r in (actual, expected) if r.margins is not None]
     return torch.stack(known).amin(0) if known else None
 
 
@@ -117,25 +117,25 @@ def _follows(differs: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 def _firsts(
-    found: Routes, expected: Routes, differs: Tensor, ties: Tensor, margins: Tensor | None
+    actual: Routes, expected: Routes, differs: Tensor, ties: Tensor, margins: Tensor | None
 ) -> tuple[FirstDifference, ...]:
     firsts = []
     start = 0
-    for sample, length in enumerate(found.seq_lens.tolist()):
+    for sample, length in enumerate(actual.seq_lens.tolist()):
         rows = differs[start : start + length].any(1).nonzero()
         if len(rows):
-            at = start + int(rows[0])
-            n = int(differs[at].int().argmax())
+            index = start + int(rows[0])
+            n = int(differs[index].int().argmax())
             firsts.append(
                 FirstDifference(
                     sample,
-                    at - start,
-                    found.layers[n],
-                    int(found.tokens[at]),
-                    tuple(decode(found.ids[at, n]).tolist()),
-                    tuple(decode(expected.ids[at, n]).tolist()),
-                    None if margins is None else float(margins[at, n]),
-                    bool(ties[at, n]),
+                    index - start,
+                    actual.layers[n],
+                    int(actual.tokens[index]),
+                    tuple(decode(actual.ids[index, n]).tolist()),
+                    tuple(decode(expected.ids[index, n]).tolist()),
+                    None if margins is None else float(margins[index, n]),
+                    bool(ties[index, n]),
                 )
             )
         start += length

@@ -70,8 +70,8 @@ class Routes:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, in place of one that is there."""
         names = (*TENSORS, *OPTIONAL)
-        given = {name: getattr(self, name) for name in names}
-        tensors = {name: value.contiguous() for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        tensors = {name: value.contiguous() for name, value in values.items() if value is not None}
         about = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in names}
         about["checksum"] = _checksum(tensors, about)
         beside = Path(f"{path}.partial")
@@ -87,9 +87,9 @@ class Routes:
         """
         tensors, about = _read(path)
         expected = about.pop("checksum", None)
-        if (found := _checksum(tensors, about)) != expected:
+        if (checksum := _checksum(tensors, about)) != expected:
             raise ValueError(
-                f"{path}: checksum {found} is not {expected}, which was written with these "
+                f"{path}: checksum {checksum} is not {expected}, which was written with these "
                 "routes: the file was changed; capture the routes again"
             )
         values: dict[str, Any] = tensors | about

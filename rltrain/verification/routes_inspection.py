@@ -1,4 +1,4 @@
-"""What some routes look like, in numbers."""
+"""Measures of a routes file: coverage, duplicates, repeats, load. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from rltrain.verification.routes_file import Routes
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found. Dicts are by global layer number, over captured rows."""
+    """Measures of some routes. Dicts are by global layer number, over captured rows."""
 
     num_tokens: int
     num_sequences: int
@@ -23,11 +23,11 @@ class Inspection:
     valid_fraction: float  # captured rows with distinct experts in every layer / captured rows
     zero_layers: tuple[int, ...]  # every captured row is zero
     duplicate_rows: dict[int, int]  # rows that name an expert twice
-    longest_repeat: dict[int, int]  # rows in a row, of one sequence, with the same experts
+    longest_repeat: dict[int, int]  # consecutive rows of one sequence with the same experts
     peak_load: dict[int, float]  # load of the busiest expert / mean load
 
 
-def inspect(routes: Routes) -> Inspection:
+def inspect_routes(routes: Routes) -> Inspection:
     """Measure some routes. Shares over no rows at all are 1, loads over none 0."""
     ids = decode(routes.ids).sort(-1).values  # [N, L, K]
     captured = routes.route_mask

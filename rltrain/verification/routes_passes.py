@@ -19,7 +19,7 @@ from rltrain.planning.machine import count_gpus
 from rltrain.verification.layout_models import MODELS
 from rltrain.verification.routes_arguments import existing, load_routes, parse_layout
 from rltrain.verification.routes_file import Routes
-from rltrain.verification.routes_inspection import inspect
+from rltrain.verification.routes_inspection import inspect_routes
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.load import open_checkpoint
@@ -30,8 +30,8 @@ Tokens = tuple[tuple[int, ...], ...]
 
 
 def record(options: argparse.Namespace) -> int:
-    arch, weights = model_of(options.model)
-    tokens = tokens_of(options, arch, weights)
+    arch, weights = resolve_model(options.model)
+    tokens = read_tokens(options, arch, weights)
     beside = Path(options.out).with_suffix(".pass.safetensors")
     _run(options, arch, weights, tokens, routes_out=Path(options.out), pass_out=beside)
     sys.stdout.write(f"{options.out}\n{beside}\n")
@@ -39,13 +39,13 @@ def record(options: argparse.Namespace) -> int:
 
 
 def replay(options: argparse.Namespace) -> int:
-    arch, weights = model_of(options.model)
+    arch, weights = resolve_model(options.model)
     routes = load_routes(options.routes)
     check_replayable(routes, arch, options.routes)
     tokens = tuple(tuple(part.tolist()) for part in routes.tokens.split(routes.seq_lens.tolist()))
-    check_tokens(tokens, arch, options.routes)
-    given = existing(options.routes)
-    _run(options, arch, weights, tokens, replay=given, pass_out=Path(options.out))
+    check_readable(tokens, arch, options.routes)
+    path = existing(options.routes)
+    _run(options, arch, weights, tokens, replay=path, pass_out=Path(options.out))
     sys.stdout.write(f"{options.out}\n")
     return 0
 
@@ -61,7 +61,7 @@ def _run(
     routes_out: Path | None = None,
 ) -> None:
     """Check the layout, then start its ranks."""
-    policy = policy_of(options)
+    policy = policy_config(options)
     Pipeline.of(policy.parallel).check(arch.num_layers)
     gpus = count_gpus()
     if gpus and policy.parallel.world_size > gpus:
@@ -89,7 +89,7 @@ def _run(
         run_ranks(run_task, size, Path(folder), task, device, device=device, timeout_s=1800)
 
 
-def policy_of(options: argparse.Namespace) -> PolicyConfig:
+def policy_config(options: argparse.Namespace) -> PolicyConfig:
     """The policy that the options ask for; ValueError when they do not fit one another."""
     recompute: dict[str, Any] = {"recompute": options.recompute}
     if options.recompute == "block":
@@ -107,7 +107,7 @@ def policy_of(options: argparse.Namespace) -> PolicyConfig:
     )
 
 
-def model_of(name: str) -> tuple[Architecture, Path | None]:
+def resolve_model(name: str) -> tuple[Architecture, Path | None]:
     """The architecture and the folder of the weights, None for a tiny model with seeded ones.
 
     Raises:
@@ -126,19 +126,19 @@ def model_of(name: str) -> tuple[Architecture, Path | None]:
     return arch, folder
 
 
-def tokens_of(options: argparse.Namespace, arch: Architecture, folder: Path | None) -> Tokens:
+def read_tokens(options: argparse.Namespace, arch: Architecture, folder: Path | None) -> Tokens:
     """The token ids of ``--tokens``, ``--prompt`` or ``--problem``, checked."""
     if options.tokens is not None:
-        tokens, where = _read_tokens(existing(options.tokens)), options.tokens
+        tokens, where = _load_tokens(existing(options.tokens)), options.tokens
     elif folder is None:
         raise ValueError(f"{options.model}: it has no tokenizer; give ids with --tokens FILE.json")
     else:
-        tokens, where = (_encoded(options, folder),), str(folder)
-    check_tokens(tokens, arch, where)
+        tokens, where = (_encode_text(options, folder),), str(folder)
+    check_readable(tokens, arch, where)
     return tokens
 
 
-def _encoded(options: argparse.Namespace, folder: Path) -> tuple[int, ...]:
+def _encode_text(options: argparse.Namespace, folder: Path) -> tuple[int, ...]:
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     check_tokenizer(tokenizer, folder)
     if options.prompt is not None:
@@ -150,19 +150,19 @@ def _encoded(options: argparse.Namespace, folder: Path) -> tuple[int, ...]:
     return (*prompt, *encode_response(row["answer"], tokenizer))
 
 
-def _read_tokens(file: Path) -> Tokens:
+def _load_tokens(file: Path) -> Tokens:
     expected = f"{file}: expected a JSON list of lists of token ids, like [[5, 7], [3, 1, 2]]"
     try:
-        found = json.loads(file.read_text())
+        ids = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{expected}, found {error}") from error
-    lists = isinstance(found, list) and all(isinstance(sequence, list) for sequence in found)
-    if not lists or any(type(token) is not int for sequence in found for token in sequence):
+    lists = isinstance(ids, list) and all(isinstance(sequence, list) for sequence in ids)
+    if not lists or any(type(token) is not int for sequence in ids for token in sequence):
         raise ValueError(expected)
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, ids))
 
 
-def check_tokens(tokens: Sequence[Sequence[int]], arch: Architecture, where: str) -> None:
+def check_readable(tokens: Sequence[Sequence[int]], arch: Architecture, where: str) -> None:
     """ValueError unless a pass over these sequences has a loss and the model can read them."""
     if not tokens or min(map(len, tokens)) < 1 or max(map(len, tokens)) < 2:
         raise ValueError(
@@ -184,16 +184,16 @@ def check_tokens(tokens: Sequence[Sequence[int]], arch: Architecture, where: str
 
 def check_replayable(routes: Routes, arch: Architecture, where: str) -> None:
     """ValueError unless the routes are of such a model and every row has distinct experts."""
-    found = routes.layers, routes.ids.shape[2], routes.num_experts
+    shape = routes.layers, routes.ids.shape[2], routes.num_experts
     expected = arch.moe_layers, arch.experts_per_token, arch.num_experts
-    if found != expected:
+    if shape != expected:
         raise ValueError(
             f"{where}: expected layers, experts per token and experts {expected} of the model, "
-            f"found {found}: the routes are of another model"
+            f"found {shape}: the routes are of another model"
         )
-    duplicates = inspect(routes).duplicate_rows
+    duplicates = inspect_routes(routes).duplicate_rows
     if bad := [layer for layer, rows in duplicates.items() if rows]:
         raise ValueError(
             f"{where}: {duplicates[bad[0]]} rows of layer {bad[0]} name an expert twice, which "
-            "Megatron computes wrongly without a word; `rltrain routes inspect` shows them all"
+            "Megatron computes wrongly without an error; `rltrain routes inspect` shows them all"
         )

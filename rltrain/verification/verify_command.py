@@ -13,7 +13,7 @@ from typing import Literal
 
 from rltrain.planning.machine import count_gpus
 from rltrain.policy.ranks import RanksFailed, run_ranks
-from rltrain.verification.layout_case import LAYOUTS, Case, whole_product
+from rltrain.verification.layout_case import LAYOUTS, LayoutCase, whole_product
 from rltrain.verification.layout_models import MODELS
 from rltrain.verification.layout_row import NATIVE, PERTURBED, RECORDED, Row, read_row, result_file
 from rltrain.verification.one_rank_oracle import run_cases, run_reference
@@ -23,11 +23,11 @@ TOLERANCE = 1e-4
 BF16_LIMIT = 0.1
 """Largest root mean square error in bf16, relative to that of what one rank computes in fp32."""
 BF16_FACTOR = 4.0
-"""How far beyond the error of one rank in bf16 that of a layout in bf16 may lie: a rank's share of
-the tokens is small, and rows that choose live may choose otherwise."""
+"""Largest error of a layout in bf16, over that of one rank in bf16. A rank has few of the tokens,
+and rows that route natively may choose other experts."""
 ROW_TIMEOUT_S = 180.0
 ROWS_PER_PROCESS = {"cpu": 6, "cuda": 24}
-"""Megatron's wrappers keep a row's model alive, and with it a hundred threads of gloo."""
+"""Megatron's wrappers keep a row's model alive, with a hundred gloo threads."""
 
 
 USAGE = f"""usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME] [--bf16]
@@ -43,7 +43,7 @@ USAGE = f"""usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME] [-
 class Result:
     """One row's outcome; ``row`` is None where it failed before there were numbers."""
 
-    case: Case
+    case: LayoutCase
     row: Row | None
     problem: str
 
@@ -54,7 +54,7 @@ class Result:
 
 def verify(arguments: Sequence[str]) -> int:
     """Run the table and print it; 1 when a row failed."""
-    cases = _chosen(arguments)
+    cases = _selected_cases(arguments)
     gpus = count_gpus()
     too_large = [case for case in cases if gpus and case.parallel.world_size > gpus]
     cases = [on_gpus(case) if gpus else case for case in cases if case not in too_large]
@@ -65,12 +65,12 @@ def verify(arguments: Sequence[str]) -> int:
 
     def report(result: Result) -> None:
         results.append(result)
-        sys.stdout.write(line(result))
+        sys.stdout.write(result_line(result))
         sys.stdout.flush()
 
-    sys.stdout.write(head())
+    sys.stdout.write(table_head())
     with tempfile.TemporaryDirectory(prefix="rltrain-verify-") as folder:
-        run(cases, Path(folder), device, report)
+        run_layouts(cases, Path(folder), device, report)
     failed = sum(not result.passed for result in results)
     if too_large:
         sys.stdout.write(f"{len(too_large)} layouts need more than {gpus} GPUs: not run\n")
@@ -82,40 +82,41 @@ def verify(arguments: Sequence[str]) -> int:
     return int(failed > 0)
 
 
-def run(
-    cases: Sequence[Case],
+def run_layouts(
+    cases: Sequence[LayoutCase],
     folder: Path,
     device: Literal["cpu", "cuda"],
     report: Callable[[Result], None],
 ) -> None:
-    """Run the cases, by size in processes that take several one after the other; a row that breaks
-    its processes is reported, and the rest gets others.
+    """Run the cases, by world size. One group of processes runs several cases in turn.
+
+    A case that breaks its processes is reported, and new ones run the rest.
 
     Args:
         folder: empty; the reference and one file a row are written there
     """
     if device == "cuda":
-        # Transformer Engine multiplies fp32 in TF32, whose rounding alone is 1e-3; not so here.
+        # Transformer Engine would multiply fp32 in TF32, which rounds to 1e-3.
         os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes longer than these models run
     yardsticks = {c.alone.name: alone_in_bf16(c) for c in cases if c.params == "bf16"}
     rows: dict[str, Row] = {}
-    every = {case.name: case for case in [*yardsticks.values(), *cases]}
-    in_order = sorted(every.values(), key=lambda case: case.parallel.world_size)
+    by_name = {case.name: case for case in [*yardsticks.values(), *cases]}
+    in_order = sorted(by_name.values(), key=lambda case: case.parallel.world_size)
     references = list({c.alone.name: c for c in cases}.values())
     run_ranks(run_reference, 1, folder, references, device, device=device, timeout_s=600)
     for size, group in groupby(in_order, key=lambda case: case.parallel.world_size):
         left = list(group)
 
-        def take_finished(left: list[Case] = left) -> bool:
-            news = False
+        def take_finished(left: list[LayoutCase] = left) -> bool:
+            any_finished = False
             while left and (file := result_file(folder, left[0])).exists():
                 case, row = left.pop(0), read_row(file)
                 rows[case.name] = row
                 yardstick = yardsticks.get(case.alone.name, case)
-                report(judged(case, row, rows.get(yardstick.name)))
-                news = True
-            return news
+                report(judge_row(case, row, rows.get(yardstick.name)))
+                any_finished = True
+            return any_finished
 
         while left:
             try:
@@ -134,19 +135,19 @@ def run(
                     report(Result(left.pop(0), None, str(error)))
 
 
-def alone_in_bf16(case: Case) -> Case:
-    """What the row's error in bf16 is measured by: that of one rank."""
+def alone_in_bf16(case: LayoutCase) -> LayoutCase:
+    """One rank in bf16: its error is the measure of the row's."""
     return replace(case.alone, params="bf16")
 
 
-def on_gpus(case: Case) -> Case:
-    """Transformer Engine has no context-parallel attention in fp32: the torch backend's, then."""
+def on_gpus(case: LayoutCase) -> LayoutCase:
+    """With the torch backend for context parallelism in fp32, which Transformer Engine lacks."""
     if case.parallel.cp == 1 or case.params == "bf16":
         return case
     return replace(case, options={**case.options, "transformer_engine": "never"})
 
 
-def judged(case: Case, row: Row, yardstick: Row | None = None) -> Result:
+def judge_row(case: LayoutCase, row: Row, yardstick: Row | None = None) -> Result:
     """Args: yardstick: of one rank in bf16, for a row in bf16."""
     if case.params == "bf16":
         return Result(case, row, "; ".join(_problems_in_bf16(row, yardstick)))
@@ -167,8 +168,11 @@ def judged(case: Case, row: Row, yardstick: Row | None = None) -> Result:
 
 
 def _problems_in_bf16(row: Row, yardstick: Row | None) -> list[str]:
-    """On given routes alone: which experts a token would choose, rounding decides. The loss has
-    weights of either sign, and what is left of it is rounding, too."""
+    """Of the passes on recorded and perturbed routes, their logits and gradient.
+
+    Natively, rounding decides which experts a token chooses. The loss has weights of both signs,
+    so what is left of it is rounding, too.
+    """
     problems = []
     for name in (RECORDED, PERTURBED):
         errors, measure = getattr(row, name), getattr(yardstick or row, name)
@@ -185,12 +189,12 @@ _BF16_LIMITS = (
 )
 
 
-def head() -> str:
+def table_head() -> str:
     names = [*LAYOUTS[0].cells, *_NUMBERS, ""]
     return "  ".join(name.ljust(_width(name)) for name in names).rstrip() + "\n"
 
 
-def line(result: Result) -> str:
+def result_line(result: Result) -> str:
     """One row of the table; a failed row's problem follows below it."""
     cells = dict(result.case.cells)
     if (row := result.row) is not None:
@@ -225,15 +229,15 @@ def _width(name: str) -> int:
     return max(len(name), widths.get(name, 3))
 
 
-def _chosen(arguments: Sequence[str]) -> list[Case]:
+def _selected_cases(arguments: Sequence[str]) -> list[LayoutCase]:
     parser = argparse.ArgumentParser(prog="rltrain verify", usage=USAGE)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--models")
     parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args(list(arguments))
-    every = list(MODELS)
-    models = options.models.split(",") if options.models else every if options.full else every[:1]
+    names = list(MODELS)
+    models = options.models.split(",") if options.models else names if options.full else names[:1]
     if unknown := sorted(set(models) - set(MODELS)):
         raise ValueError(f"--models {','.join(unknown)}: expected some of {', '.join(MODELS)}")
     cases = (
@@ -243,9 +247,9 @@ def _chosen(arguments: Sequence[str]) -> list[Case]:
     )
     if options.bf16:
         cases = [replace(case, params="bf16") for case in cases]
-    found = [case for case in cases if options.only in case.name]
-    if not found:
+    selected = [case for case in cases if options.only in case.name]
+    if not selected:
         raise ValueError(
             f"--only {options.only!r}: no row has that in its name, as in 'pp=2 vpp=2'"
         )
-    return found
+    return selected

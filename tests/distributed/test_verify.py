@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 
 from rltrain.config.policy import ParallelConfig
-from rltrain.verification.layout_case import FULL, LAYOUTS, MOE, Case, whole_product
+from rltrain.verification.layout_case import FULL, LAYOUTS, MOE, LayoutCase, whole_product
 from rltrain.verification.layout_row import Row
-from rltrain.verification.verify_command import Result, head, judged, line, run, verify
+from rltrain.verification.verify_command import (
+    Result,
+    judge_row,
+    result_line,
+    run_layouts,
+    table_head,
+    verify,
+)
 
 SHORT = [
-    Case(ParallelConfig(dp=2, cp=2, ep=4), seq_lens=(17,), options=FULL),
-    Case(ParallelConfig(pp=2, vpp=2), "deepseek mtp", options=FULL),
-    Case(ParallelConfig(tp=2, cp=2, pp=2), options=MOE),
-    Case(ParallelConfig(tp=2, cp=2, ep=2), "gpt-oss", options=MOE),
-    Case(ParallelConfig(tp=2, etp=2, ep=2, dp=2, pp=2), "deepseek mla", options=FULL),
+    LayoutCase(ParallelConfig(dp=2, cp=2, ep=4), seq_lens=(17,), options=FULL),
+    LayoutCase(ParallelConfig(pp=2, vpp=2), "deepseek mtp", options=FULL),
+    LayoutCase(ParallelConfig(tp=2, cp=2, pp=2), options=MOE),
+    LayoutCase(ParallelConfig(tp=2, cp=2, ep=2), "gpt-oss", options=MOE),
+    LayoutCase(ParallelConfig(tp=2, etp=2, ep=2, dp=2, pp=2), "deepseek mla", options=FULL),
 ]
 ROW = Row(
     native={"logits": 1e-7, "loss": 1e-7, "gradient": 1e-6},
@@ -34,7 +41,7 @@ ROW = Row(
 @pytest.mark.timeout(600)
 def test_a_short_table_passes(tmp_path: Path) -> None:
     results: list[Result] = []
-    run(SHORT, tmp_path, "cpu", results.append)
+    run_layouts(SHORT, tmp_path, "cpu", results.append)
     assert [result.problem for result in results] == [""] * len(SHORT)
     assert {result.case.name for result in results} == {case.name for case in SHORT}
     assert all(result.row and result.row.num_reruns for result in results)
@@ -43,9 +50,11 @@ def test_a_short_table_passes(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_row_that_breaks_its_world_is_reported_and_the_next_one_runs(tmp_path: Path) -> None:
     """The model is refused when it is built, which ends every rank of that world."""
-    broken = Case(ParallelConfig(ep=2, dp=2), options={"megatron_args": {"moe_ffn_hidden_size": 1}})
+    broken = LayoutCase(
+        ParallelConfig(ep=2, dp=2), options={"megatron_args": {"moe_ffn_hidden_size": 1}}
+    )
     results: list[Result] = []
-    run([broken, Case(ParallelConfig(tp=2))], tmp_path, "cpu", results.append)
+    run_layouts([broken, LayoutCase(ParallelConfig(tp=2))], tmp_path, "cpu", results.append)
     assert [result.passed for result in results] == [False, True]
     assert "moe_ffn_hidden_size" in results[0].problem
 
@@ -61,11 +70,11 @@ def test_a_row_that_breaks_its_world_is_reported_and_the_next_one_runs(tmp_path:
     ],
 )
 def test_what_fails_a_row(change: dict[str, Any], problem: str) -> None:
-    result = judged(SHORT[0], replace(ROW, **change))
+    result = judge_row(SHORT[0], replace(ROW, **change))
     assert result.passed == (problem == "") and problem in result.problem
-    text = line(result)
+    text = result_line(result)
     assert ("FAILED" in text) == (not result.passed)
-    assert len(text.splitlines()[0]) <= len(head()) + 20
+    assert len(text.splitlines()[0]) <= len(table_head()) + 20
 
 
 @pytest.mark.parametrize(
@@ -82,7 +91,7 @@ def test_what_fails_a_row_in_bf16(change: dict[str, Any], problem: str) -> None:
     """On given routes, by what one rank is off in bf16."""
     errors = {"logits": 0.012, "loss": 1.0, "gradient": 0.02}
     yardstick = replace(ROW, native=errors, recorded=errors, perturbed=errors)
-    result = judged(replace(SHORT[0], params="bf16"), replace(yardstick, **change), yardstick)
+    result = judge_row(replace(SHORT[0], params="bf16"), replace(yardstick, **change), yardstick)
     assert result.passed == (problem == "") and problem in result.problem
 
 
@@ -90,7 +99,9 @@ def test_what_fails_a_row_in_bf16(change: dict[str, Any], problem: str) -> None:
 @pytest.mark.slow
 def test_a_layout_in_bf16_is_as_near_to_fp32_as_one_rank(tmp_path: Path) -> None:
     results: list[Result] = []
-    run([Case(ParallelConfig(tp=2, ep=2), params="bf16")], tmp_path, "cpu", results.append)
+    run_layouts(
+        [LayoutCase(ParallelConfig(tp=2, ep=2), params="bf16")], tmp_path, "cpu", results.append
+    )
     assert [result.problem for result in results] == ["", ""]
     assert results[0].case.parallel.world_size == 1
 

@@ -36,6 +36,11 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank returns results for all that hold the same sequences and layers."""
+        return self.tp_rank == 0 and self.cp_rank == 0
+
     def reads_tokens(self, chunk: int) -> bool:
         """Whether this stage's chunk is the first of the model."""
         return self.pp_rank == 0 and chunk == 0

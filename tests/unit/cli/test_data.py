@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rltrain.cli.app import main
-from rltrain.cli.data_text import plain, shown
+from rltrain.cli.data_text import escape_control, render_problem
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import tiny_tokenizer
 
@@ -71,14 +71,14 @@ def test_tokens_are_coloured_by_role() -> None:
     problem = Problem(prompt, "1+1=", "2", target_tokens=response[1:])
     console = Console(force_terminal=True, color_system="standard", width=200)
     with console.capture() as captured:
-        console.print(shown(tokenizer, problem))
+        console.print(render_problem(tokenizer, problem))
     text = captured.get()
     assert "\x1b[1;35m<bos>\x1b[0m\x1b[36m1+1=\x1b[0m" in text
     assert "\x1b[32m2\\x1b[31m\x1b[0m\x1b[1;35m<eos>\x1b[0m" in text  # data colours nothing
 
 
 def test_a_terminal_obeys_no_data() -> None:
-    assert plain("a\x1b]0;b\x07\n\tc\x9b é\u202e") == "a\\x1b]0;b\\x07\n\tc\\x9b é\\u202e"
+    assert escape_control("a\x1b]0;b\x07\n\tc\x9b é\u202e") == "a\\x1b]0;b\\x07\n\tc\\x9b é\\u202e"
 
 
 def test_it_starts_nothing_heavy(tmp_path: Path) -> None:

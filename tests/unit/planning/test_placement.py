@@ -82,5 +82,5 @@ def test_says_where_everything_is() -> None:
     apart = place(config(rollout=engines(2, 2)), num_gpus=6)
     assert str(apart) == "6 GPUs: policy on 0, 1; engines on 2, 3, 4, 5"
     shared = place(config(algorithm=gae, dp=1), num_gpus=1)
-    assert str(shared) == "1 GPU: policy on 0; critic on 0; engines on 0, in turns"
+    assert str(shared) == "1 GPU: policy on 0; critic on 0; engines on 0, colocated"
     assert str(Placement("cpu")) == "all ranks on this machine's CPUs"

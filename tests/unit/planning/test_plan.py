@@ -35,7 +35,7 @@ def test_the_tiny_recipe_fits_one_gpu_in_turns(capsys: pytest.CaptureFixture[str
     text = printed(capsys, "+recipe=grpo_moe_r3", "--gpus", "1", status=0)
     assert "64 prompts x 8 responses = 512 sequences a step = 4 updates x 128" in text
     assert "model: qwen3_moe, 2,643,328 parameters, 4 layers, 32 experts, 4 a token" in text
-    assert "  engines: 1 x 1 = 1 ranks, in turns with the policy on its GPUs\n  GPUs: 1," in text
+    assert "  engines: 1 x 1 = 1 ranks, alternating with the policy on its GPUs\n  GPUs: 1," in text
 
 
 def test_several_nodes_are_refused_last(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +90,8 @@ def test_turns_on_one_gpu_are_added_up(capsys: pytest.CaptureFixture[str]) -> No
     assert "  GPUs: 6," in text
     *_, engine, outside = map(float, re.findall(r"^ +([\d.]+) GiB$", text, re.MULTILINE))
     [policy] = map(float, re.findall(r"([\d.]+) GiB the fullest policy rank", text))
-    turns = text.partition("by turn\n")[2].splitlines()
-    sizes = [float(line.split()[0]) for line in turns[:4]]
+    phases = text.partition("by phase\n")[2].splitlines()
+    sizes = [float(line.split()[0]) for line in phases[:4]]
     assert sizes[:2] == pytest.approx([engine + outside + 3, policy + 3], abs=6e-3)
     assert sizes[2] == pytest.approx(10.150 + 28.447 + outside + 3, abs=2e-3)
     # Of 16 layers with 57.45 GiB of optimizer state, 12 bytes for 2 of a parameter.
@@ -101,7 +101,7 @@ def test_turns_on_one_gpu_are_added_up(capsys: pytest.CaptureFixture[str]) -> No
     tight = printed(capsys, *shared[:2], f"--gpu-memory-gib={sizes[1] - 0.1}", status=1)
     assert ": 0.10 GiB too much; most is " in tight
 
-    often = printed(capsys, *shared, "trainer.sync_every=2", status=0).partition("by turn\n")[2]
+    often = printed(capsys, *shared, "trainer.sync_every=2", status=0).partition("by phase\n")[2]
     kept = float(often.splitlines()[3].split()[0]) - sizes[3]
     assert kept == pytest.approx(2 * 28.447, abs=2e-3)
 

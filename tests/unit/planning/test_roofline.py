@@ -8,9 +8,9 @@ from rltrain.planning.roofline import (
     Card,
     Work,
     decoding_seconds,
+    describe_bottleneck,
     find_card,
     forward_flops,
-    hint,
     update_flops,
 )
 
@@ -98,20 +98,22 @@ BOUNDS = {
 
 def test_the_hint_leaves_the_first_step_out_and_names_the_longest_phases():
     rows = [*ROWS[:2], *({**row, **BOUNDS} for row in ROWS[2:])]
-    assert hint(rows, "NVIDIA H200") == (
+    assert describe_bottleneck(rows, "NVIDIA H200") == (
         "Where a step goes: generate 60%, update 30%, old logprobs 9%. 1,003 tokens/s per GPU. At "
         "its limits NVIDIA H200 would give 4,000: generation at 41% of its memory's bound, update "
         "at 30% of its peak (MFU)."
     )
     tiny = [{**row, "throughput/mfu_update": 0.0004} for row in rows]
-    assert "update under 1% of its peak (MFU)." in hint(tiny, "NVIDIA H200")
+    assert "update under 1% of its peak (MFU)." in describe_bottleneck(tiny, "NVIDIA H200")
 
 
 def test_the_hint_says_when_it_has_no_number():
-    assert "8,000 tokens/s. No GPU was sampled" in hint(ROWS, None)
-    assert hint(ROWS, "NVIDIA GT 710").endswith(
+    assert "8,000 tokens/s. No GPU was sampled" in describe_bottleneck(ROWS, None)
+    assert describe_bottleneck(ROWS, "NVIDIA GT 710").endswith(
         "1,003 tokens/s per GPU. No limits of NVIDIA GT 710 are known "
         "(rltrain/planning/roofline.py)."
     )
-    assert hint(ROWS[:1], None) == hint([], None) == ""
-    assert hint(ROWS[:2], None).startswith("Where a step goes: generate 90%, other 10%.")
+    assert describe_bottleneck(ROWS[:1], None) == describe_bottleneck([], None) == ""
+    assert describe_bottleneck(ROWS[:2], None).startswith(
+        "Where a step goes: generate 90%, other 10%."
+    )

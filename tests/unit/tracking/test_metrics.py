@@ -8,7 +8,7 @@ import torch
 
 from rltrain.algorithms.mismatch import mismatch_metrics
 from rltrain.tracking.catalogue import METRICS
-from rltrain.tracking.metrics import check, document, find
+from rltrain.tracking.metrics import check_metrics, document, find_metric
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +31,7 @@ def test_a_name_matches_one_entry_only():
             metric.name.replace("{layer}", "3").replace("{part}", "3").replace("{stat}", "fish_2")
         )
         assert [m for m in METRICS if m.pattern.fullmatch(name)] == [metric]
-        assert find(name) is metric
+        assert find_metric(name) is metric
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     with pytest.raises(
         ValueError, match=re.escape(f"{name!r} is not a known metric; the nearest is {nearest!r}")
     ):
-        check({name: 1.0})
+        check_metrics({name: 1.0})
 
 
 @pytest.mark.parametrize("value", ["1", None, True, torch.tensor(1.0)])
 def test_a_value_that_is_no_number_is_refused(value):
     with pytest.raises(ValueError, match="policy/loss: expected an int or a float"):
-        check({"policy/loss": value})
+        check_metrics({"policy/loss": value})
 
 
 def test_what_mismatch_computes_is_in_the_catalogue():
@@ -61,5 +61,5 @@ def test_what_mismatch_computes_is_in_the_catalogue():
     for area in ("mismatch", "mismatch_native"):
         pair, lens = (torch.tensor([-1.0, -2.0, -3.0]),) * 2, torch.tensor([3])
         metrics = mismatch_metrics(*pair, ones, lens, ones, area=area)
-        check(metrics)
+        check_metrics(metrics)
         assert set(metrics) == {m.name for m in METRICS if m.name.startswith(f"{area}/")}

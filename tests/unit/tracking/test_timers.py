@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rltrain.tracking.metrics import check
+from rltrain.tracking.metrics import check_metrics
 from rltrain.tracking.timers import StepTimer
 
 
@@ -24,7 +24,7 @@ def test_phases_and_the_rest_sum_to_the_step():
         "time/other": 3.25,
         "time/step": 6.0,
     }
-    check(metrics)
+    check_metrics(metrics)
 
 
 def test_a_phase_that_raises_is_counted_and_closed():

@@ -10,7 +10,7 @@ import pytest
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.dashboard import DASHBOARD, panel_lines
-from rltrain.tracking.metrics import find
+from rltrain.tracking.metrics import find_metric
 from rltrain.tracking.tracker import Tracker
 from rltrain.tracking.wandb import STEP, choose_mode, dashboard_view
 
@@ -142,7 +142,7 @@ def test_the_dashboard_has_the_sections_and_only_known_metrics():
     for panels in DASHBOARD.values():
         for panel in panels:
             for name in panel.metrics:
-                assert find(name.replace("{layer}", "1"))
+                assert find_metric(name.replace("{layer}", "1"))
 
 
 def test_a_family_is_one_line_a_member():

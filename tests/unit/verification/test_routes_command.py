@@ -21,7 +21,12 @@ from rltrain.verification.layout_models import MODELS
 from rltrain.verification.pass_file import Pass
 from rltrain.verification.routes_arguments import parse_layout, parse_sizes
 from rltrain.verification.routes_file import Routes
-from rltrain.verification.routes_passes import check_replayable, model_of, policy_of, tokens_of
+from rltrain.verification.routes_passes import (
+    check_replayable,
+    policy_config,
+    read_tokens,
+    resolve_model,
+)
 
 LENS = (9, 5, 1)
 N = sum(LENS)
@@ -110,22 +115,22 @@ def run_options(**changes: Any) -> argparse.Namespace:
     ],
 )
 def test_recomputation(text: str, expected: dict[str, Any]) -> None:
-    policy = policy_of(run_options(recompute=text)).model_dump()
+    policy = policy_config(run_options(recompute=text)).model_dump()
     assert policy.items() >= expected.items()
     assert (policy["max_tokens_per_micro_batch"], policy["precision"]["params"]) == (99, "fp32")
 
 
 def test_unknown_recomputation() -> None:
     with pytest.raises(ValueError, match="recompute_modules"):
-        policy_of(run_options(recompute="moa"))
+        policy_config(run_options(recompute="moa"))
 
 
 def test_models() -> None:
-    assert model_of("tiny:deepseek mla") == (MODELS["deepseek mla"], None)
+    assert resolve_model("tiny:deepseek mla") == (MODELS["deepseek mla"], None)
     with pytest.raises(ValueError, match=r"tiny:qwen4: expected .* tiny:qwen3"):
-        model_of("tiny:qwen4")
+        resolve_model("tiny:qwen4")
     with pytest.raises(ValueError, match="does not exist"):
-        model_of("/nowhere")
+        resolve_model("/nowhere")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +153,7 @@ def test_tokens_that_cannot_be_read(tmp_path: Path, content: str, message: str) 
     (tmp_path / "t.json").write_text(content)
     options = argparse.Namespace(tokens=str(tmp_path / "t.json"), prompt=None, problem=None)
     with pytest.raises(ValueError, match=message):
-        tokens_of(options, MODELS["qwen3"], None)
+        read_tokens(options, MODELS["qwen3"], None)
 
 
 def test_tokens_of_files_and_problems(tmp_path: Path) -> None:
@@ -158,23 +163,23 @@ def test_tokens_of_files_and_problems(tmp_path: Path) -> None:
     options = argparse.Namespace(
         tokens=str(tmp_path / "t.json"), prompt=None, problem=None, model="tiny:qwen3"
     )
-    assert tokens_of(options, MODELS["qwen3"], None) == ((1, 2), (3,))
+    assert read_tokens(options, MODELS["qwen3"], None) == ((1, 2), (3,))
     options.tokens, options.problem = None, 3
     with pytest.raises(ValueError, match="tiny:qwen3: it has no tokenizer"):
-        tokens_of(options, MODELS["qwen3"], None)
+        read_tokens(options, MODELS["qwen3"], None)
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     arch = replace(MODELS["qwen3"], vocab_size=272)
-    [ids] = tokens_of(options, arch, tmp_path)
+    [ids] = read_tokens(options, arch, tmp_path)
     assert ids[-1] == tokenizer.eos_token_id
     prompt, _, answer = tokenizer.decode(ids, skip_special_tokens=True).partition("=")
     assert sum(map(int, prompt)) == int(answer)
     options.problem, options.prompt = None, "1+1"
-    [ids] = tokens_of(options, arch, tmp_path)
+    [ids] = read_tokens(options, arch, tmp_path)
     assert tokenizer.decode(ids, skip_special_tokens=True) == "1+1"
     options.problem, options.prompt = 11000, None
     with pytest.raises(ValueError, match="expected 0 to 10999"):
-        tokens_of(options, arch, tmp_path)
+        read_tokens(options, arch, tmp_path)
 
 
 def test_routes_of_another_model_are_not_replayed() -> None:
@@ -255,7 +260,7 @@ def test_slice_of_rows_without_a_route(file: Path, capsys: pytest.CaptureFixture
     some_routes(route_mask=mask).save(file)
     assert routes("slice", file) == 0
     lines = capsys.readouterr().out.splitlines()[3:]
-    assert [line.endswith("(chooses live)") for line in lines] == [False, True] + [False] * 6
+    assert [line.endswith("(routes natively)") for line in lines] == [False, True] + [False] * 6
 
 
 @pytest.mark.parametrize(

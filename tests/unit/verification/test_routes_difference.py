@@ -53,7 +53,7 @@ def test_a_changed_expert_is_named() -> None:
     found = compare_routes(other, routes, 0.5)
     [first] = found.firsts
     assert (first.sample, first.row, first.layer, first.token) == (2, 2, 2, 108)
-    assert first.found == tuple(other.ids[8, 1].tolist())
+    assert first.actual == tuple(other.ids[8, 1].tolist())
     assert first.expected == tuple(routes.ids[8, 1].tolist())
     assert (first.margin, first.is_near_tie) == (1.0, False)
     assert [(at.layer, at.differing, at.unexplained) for at in found.layers] == [

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rltrain.verification.routes_file import HEADER, TENSORS, Routes
-from rltrain.verification.routes_inspection import inspect
+from rltrain.verification.routes_inspection import inspect_routes
 
 
 def some_routes(num_experts: int = 8, **fields: Any) -> Routes:
@@ -152,7 +152,7 @@ def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str
 
 
 def test_well_formed_routes() -> None:
-    found = inspect(some_routes())
+    found = inspect_routes(some_routes())
     assert (found.num_tokens, found.num_sequences, found.dtype) == (7, 2, "uint8")
     assert (found.coverage, found.valid_fraction, found.zero_layers) == (1.0, 1.0, ())
     assert found.duplicate_rows == {1: 0, 3: 0}
@@ -164,7 +164,7 @@ def test_faults_are_counted_over_captured_rows() -> None:
     routes.ids[:, 1] = 0
     routes.ids[1, 0, 1] = routes.ids[1, 0, 0]
     routes.route_mask[5] = False
-    found = inspect(routes)
+    found = inspect_routes(routes)
     assert found.coverage == 4 / 5
     assert found.zero_layers == (3,)
     assert found.duplicate_rows == {1: 1, 3: 4}
@@ -178,11 +178,11 @@ def test_a_repeat_ends_with_its_sequence_and_at_a_missing_row() -> None:
     routes.route_mask[:] = True
     routes.ids[:, 0] = torch.tensor([2, 5])
     routes.ids[2, 0] = torch.tensor([5, 2])  # the same experts in another order
-    assert inspect(routes).longest_repeat == {1: 4, 3: 1}
+    assert inspect_routes(routes).longest_repeat == {1: 4, 3: 1}
     routes.route_mask[1] = False
-    assert inspect(routes).longest_repeat[1] == 3  # the second sequence
+    assert inspect_routes(routes).longest_repeat[1] == 3  # the second sequence
     routes.route_mask[5] = False
-    assert inspect(routes).longest_repeat[1] == 2
+    assert inspect_routes(routes).longest_repeat[1] == 2
 
 
 def test_load_is_that_of_captured_rows() -> None:
@@ -190,12 +190,12 @@ def test_load_is_that_of_captured_rows() -> None:
     routes.ids[:, 0] = torch.tensor([0, 1])
     routes.ids[3, 0] = torch.tensor([2, 3])  # not captured
     routes.ids[4, 0] = torch.tensor([0, 2])
-    assert inspect(routes).peak_load[1] == 5 / (10 / 8)
+    assert inspect_routes(routes).peak_load[1] == 5 / (10 / 8)
 
 
 def test_nothing_captured() -> None:
     routes = replace(some_routes(), route_mask=torch.zeros(7, dtype=torch.bool))
-    found = inspect(routes)
+    found = inspect_routes(routes)
     assert (found.coverage, found.valid_fraction, found.zero_layers) == (0.0, 1.0, ())
     assert found.longest_repeat == found.peak_load == {1: 0, 3: 0}
 
@@ -214,7 +214,7 @@ def test_shares_by_the_definition(lens: list[int], seed: int) -> None:
         weight_version=0,
         producer="test",
     )
-    found = inspect(routes)
+    found = inspect_routes(routes)
     ends = {sum(lens[: i + 1]) - 1 for i in range(len(lens))}
     owed = [bool(m) for row, m in enumerate(routes.route_mask) if row not in ends]
     assert found.coverage == pytest.approx(sum(owed) / len(owed) if owed else 1.0)
