@@ -32,7 +32,7 @@ def find_faults(
 
     Args:
         policy: what a rank of each pipeline stage holds
-        engine: what an engine rank holds, where gpu_memory are any
+        engine: what an engine rank holds, where there are any
     """
     if engine is None or not placement.colocated:
         return [
@@ -59,7 +59,7 @@ def feasible_placement(config: Config, machine: GpuMachine) -> Placement:
 
 
 def _too_few(config: Config, machine: GpuMachine) -> str:
-    """The arithmetic, where gpu_memory are too few GPUs."""
+    """The arithmetic, where there are too few GPUs."""
     try:
         place_on_gpus(config, machine.gpus)
     except ValueError as error:
