@@ -34,7 +34,7 @@ class Counts:
     """How many elements a rank holds."""
 
     parts: dict[str, int]
-    """Of the model, by `rltrain.weights.mapping.rank_share.PARTS`."""
+    """Of the model, by `rltrain.weights.mapping.rank_share.MODEL_PARTS`."""
     dense: int
     """Trained, without experts: in Megatron's buffers, padding included."""
     experts: int
