@@ -8,7 +8,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from rltrain.tracking.catalogue import METRICS, SECTIONS, Metric
+from rltrain.tracking.catalogue import METRICS, SECTIONS
+from rltrain.tracking.catalogue_metric import Metric
 
 INTRODUCTION = """\
 # Metrics
@@ -41,7 +42,7 @@ def find_metric(name: str) -> Metric:
     near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1, cutoff=0.0)
     raise ValueError(
         f"{name!r} is not a known metric; the nearest is {near[0]!r}. "
-        "Log that, or add the new one to rltrain/tracking/catalogue.py"
+        "Log that, or add the new one to the catalogue (rltrain/tracking/catalogue.py)"
     )
 
 
