@@ -31,7 +31,7 @@ def _list_keys(arguments: Arguments) -> int:
 def _import(arguments: Arguments) -> int:
     """Write a Hugging Face FOLDER as a checkpoint of Megatron's, OUT: rltrain import -h."""
     _ignore_import_warnings()
-    from rltrain.cli.convert_command import import_ as run
+    from rltrain.cli.convert_command import import_command as run
 
     return run(arguments)
 
@@ -39,7 +39,7 @@ def _import(arguments: Arguments) -> int:
 def _export(arguments: Arguments) -> int:
     """Write a checkpoint of a run, or an imported one, as a Hugging Face folder OUT."""
     _ignore_import_warnings()
-    from rltrain.cli.convert_command import export as run
+    from rltrain.cli.convert_command import export_command as run
 
     return run(arguments)
 
@@ -68,7 +68,7 @@ def _data(arguments: Arguments) -> int:
 def _verify(arguments: Arguments) -> int:
     """Compare every parallel layout with one rank on this machine: [--full] [--only TEXT]."""
     _ignore_import_warnings()
-    from rltrain.verification.verify_command import verify as run
+    from rltrain.verification.verify_command import verify_layouts as run
 
     return run(arguments)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def import_(arguments: Sequence[str]) -> int:
+def import_command(arguments: Sequence[str]) -> int:
     """Write a Hugging Face folder as a checkpoint of Megatron's.
 
     Raises:
@@ -40,7 +40,7 @@ def import_(arguments: Sequence[str]) -> int:
     return _convert("import", arch, options, work)
 
 
-def export(arguments: Sequence[str]) -> int:
+def export_command(arguments: Sequence[str]) -> int:
     """Write a checkpoint as a Hugging Face folder.
 
     Raises:

@@ -49,7 +49,7 @@ def plan(arguments: Sequence[str]) -> int:
     config, note = with_architecture(config)
     # With --gpus it is planned for another machine than this one.
     where = "cuda" if options.gpus else device(config.cluster)
-    arch = check_model(config, where)
+    arch = check_plan(config, where)
     has_critic = needs_critic(config.algorithm)
     if where == "cpu":
         text, fits = describe_cpu(config, arch, Host.this(), note, has_critic=has_critic)
@@ -77,7 +77,7 @@ def with_architecture(config: Config) -> tuple[Config, str]:
     return config.model_copy(update={"model": model}), note
 
 
-def check_model(config: Config, device: Device) -> Architecture:
+def check_plan(config: Config, device: Device) -> Architecture:
     """The architecture of the model, which layout, lengths and replay go with.
 
     Raises:

@@ -208,8 +208,8 @@ def max_micro_batches(config: Config) -> int:
     """Of one update of one data-parallel rank, if every sequence has the largest length."""
     sequences = sequences_per_update(config) // config.policy.parallel.dp
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    count = ceil(sequences / (config.policy.max_tokens_per_micro_batch // longest))
-    return count + -count % config.policy.parallel.micro_batch_multiple
+    micro_batches = ceil(sequences / (config.policy.max_tokens_per_micro_batch // longest))
+    return micro_batches + -micro_batches % config.policy.parallel.micro_batch_multiple
 
 
 def sequences_per_update(config: Config) -> int:

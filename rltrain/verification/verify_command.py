@@ -52,7 +52,7 @@ class Result:
         return not self.problem
 
 
-def verify(arguments: Sequence[str]) -> int:
+def verify_layouts(arguments: Sequence[str]) -> int:
     """Run the table and print it; 1 when a row failed."""
     cases = _selected_cases(arguments)
     gpus = count_gpus()
