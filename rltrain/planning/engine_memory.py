@@ -15,7 +15,7 @@ MAX_SEQUENCES = 1024
 (``EngineArgs.get_batch_defaults``), and next, its ``max_num_batched_tokens``."""
 MAX_BATCHED_TOKENS = 16384
 OUTSIDE = 3 * GIB
-"""What CUDA, NCCL and the allocator take besides, in no share of vLLM's. Assumed."""
+"""What CUDA, NCCL and the allocator take, outside of vLLM's share. Assumed."""
 IN_FP8 = ("attention", "dense MLP", "shared expert", "experts")
 
 
@@ -25,9 +25,9 @@ class EngineMemory:
     """Inside of ``rollout.gpu_memory_utilization``, the KV cache last."""
     outside: list[Term]
     sequences: int
-    """How many of full length the KV cache holds."""
+    """How many of the largest length the KV cache holds."""
     wanted: int
-    """How many are to run at once."""
+    """How many the run wants at once."""
 
 
 def engine_memory(config: Config, arch: Architecture, card: int) -> EngineMemory:
@@ -51,14 +51,14 @@ def engine_memory(config: Config, arch: Architecture, card: int) -> EngineMemory
     )
     layer = sum(term.nbytes for term in weights) // arch.num_layers
     outside = [
-        Term("weight sync", "a layer anew and two buckets", layer + 2 * BUCKET_BYTES),
+        Term("weight sync", "one more layer and two buckets", layer + 2 * BUCKET_BYTES),
         Term("CUDA, NCCL, allocator", "assumed", OUTSIDE),
     ]
     return EngineMemory([*used, kv], outside, sequences, wanted)
 
 
 def kv_bytes_per_token(arch: Architecture, tp: int, width: int) -> int:
-    """On one rank. With MLA every rank has the latent whole; a key-value head is never cut."""
+    """On one rank. With MLA every rank has the whole latent; a key-value head is never split."""
     if arch.mla:
         return arch.num_layers * (arch.mla.kv_lora_rank + arch.mla.qk_rope_head_dim) * width
     return arch.num_layers * 2 * max(1, arch.num_kv_heads // tp) * arch.head_dim * width
@@ -70,7 +70,7 @@ def _weights(config: Config, arch: Architecture, width: int) -> list[Term]:
     parts: dict[str, int] = {}
     for held in rank_parameters(arch, alone, stage=0):
         parts[held.part] = parts.get(held.part, 0) + held.numel
-    parts.pop("MTP", None)  # the engine drafts nothing
+    parts.pop("MTP", None)  # engines do not draft tokens
     fp8 = config.rollout.quantization == "fp8"
     small = sum(n for part, n in parts.items() if fp8 and part in IN_FP8)
     rest = sum(parts.values()) - small
@@ -78,17 +78,17 @@ def _weights(config: Config, arch: Architecture, width: int) -> list[Term]:
     if fp8:
         scales = f"{small:,} x (1 + 4 / 128 / 128) (FP8 and scales)"
         terms.append(Term("FP8 weights", scales, small + small * 4 // 128**2))
-    if (again := _held_again(arch, tp)) > 0:
-        how = f"{again:,} x {width}: " + (
-            "MLA's up-projection of keys and values, once more"
+    if (replicated := _replicated(arch, tp)) > 0:
+        formula = f"{replicated:,} x {width}: " + (
+            "a second copy of MLA's up-projection of keys and values"
             if arch.mla
-            else "key-value heads that several ranks hold"
+            else "key-value heads that are replicated"
         )
-        terms.append(Term("weights held again", how, again * width))
+        terms.append(Term("replicated weights", formula, replicated * width))
     return terms
 
 
-def _held_again(arch: Architecture, tp: int) -> int:
+def _replicated(arch: Architecture, tp: int) -> int:
     if arch.mla:
         columns = arch.num_heads * (arch.mla.qk_nope_head_dim + arch.mla.v_head_dim)
         return arch.num_layers * columns * arch.mla.kv_lora_rank // tp
@@ -99,15 +99,15 @@ def _held_again(arch: Architecture, tp: int) -> int:
 
 
 def _work(config: Config, arch: Architecture, width: int) -> Term:
-    """Of a forward pass and of sampling, as vLLM measures them at start."""
+    """Activations of a forward pass and of sampling, which vLLM profiles at start."""
     tokens, rows = (
         _engine_arg(config, "max_num_batched_tokens"),
         _engine_arg(config, "max_num_seqs"),
     )
     sizes = 3 * arch.expert_size // config.rollout.tensor_parallel
     numbers = arch.experts_per_token * (arch.hidden_size + sizes) + 8 * arch.hidden_size
-    how = f"{tokens:,} tokens x {numbers:,} x {width} + 4 x {rows:,} x {arch.vocab_size:,} x 4"
-    return Term("a pass at work", how, tokens * numbers * width + 16 * rows * arch.vocab_size)
+    formula = f"{tokens:,} tokens x {numbers:,} x {width} + 4 x {rows:,} x {arch.vocab_size:,} x 4"
+    return Term("a pass at work", formula, tokens * numbers * width + 16 * rows * arch.vocab_size)
 
 
 def _engine_arg(config: Config, name: str) -> int:

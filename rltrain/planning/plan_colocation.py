@@ -19,26 +19,26 @@ OFFLOADED = ("parameters", "optimizer", "reference")
 
 def generation(engine: EngineMemory) -> Term:
     used = total([*engine.terms, *engine.outside])
-    how = f"engine {gib(used)} + offloaded policy rank {gib(OFFLOADED_POLICY)} (assumed)"
-    return Term("generation", how, used + OFFLOADED_POLICY)
+    formula = f"engine {gib(used)} + offloaded policy rank {gib(OFFLOADED_POLICY)} (assumed)"
+    return Term("generation", formula, used + OFFLOADED_POLICY)
 
 
 def training(policy: Sequence[Term]) -> Term:
     used = total(policy)
-    how = f"policy rank {gib(used)} + engine asleep {gib(SLEEPING_ENGINE)} (assumed)"
-    return Term("training", how, used + SLEEPING_ENGINE)
+    formula = f"policy rank {gib(used)} + engine asleep {gib(SLEEPING_ENGINE)} (assumed)"
+    return Term("training", formula, used + SLEEPING_ENGINE)
 
 
 def weight_sync(policy: Sequence[Term], engine: EngineMemory) -> Term:
     """The one phase in which the weights of both are on the GPU."""
     parameters = total(term for term in policy if term.name == "parameters")
     weights, outside = _weights(engine), total(engine.outside)
-    how = (
+    formula = (
         f"policy's parameters {gib(parameters)} + engine's weights {gib(weights)} + its "
         f"{' and '.join(term.name for term in engine.outside)} {gib(outside)} + "
         f"the rest of the policy rank {gib(OFFLOADED_POLICY)} (assumed)"
     )
-    return Term("weight sync", how, parameters + weights + outside + OFFLOADED_POLICY)
+    return Term("weight sync", formula, parameters + weights + outside + OFFLOADED_POLICY)
 
 
 def host(config: Config, policy: Sequence[Sequence[Term]], engine: EngineMemory) -> Term:
@@ -52,12 +52,12 @@ def host(config: Config, policy: Sequence[Sequence[Term]], engine: EngineMemory)
         t for stage in policy for t in stage if t.name.removeprefix("critic's ") in OFFLOADED
     ]
     names = dict.fromkeys(term.name for term in offloaded)
-    how = f"{', '.join(names)} of {ranks} policy ranks"
+    formula = f"{', '.join(names)} of {ranks} policy ranks"
     kept = 0
     if config.trainer.sync_every > 1:  # between syncs engines keep the weights they have
         kept = config.engine_ranks * _weights(engine)
-        how += f", weights of {config.engine_ranks} engine ranks"
-    return Term("offloaded to the host", how, ranks // len(policy) * total(offloaded) + kept)
+        formula += f", weights of {config.engine_ranks} engine ranks"
+    return Term("offloaded to the host", formula, ranks // len(policy) * total(offloaded) + kept)
 
 
 def _weights(engine: EngineMemory) -> int:

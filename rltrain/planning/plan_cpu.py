@@ -54,11 +54,11 @@ def describe_cpu(
         blocks.append([f"memory of a {name}, the fullest", *term_lines(fullest)])
     if config.engine_ranks:
         engine = _engine(config, arch)
-        how = f"{gib(total(engine))} each"
+        formula = f"{gib(total(engine))} each"
         parts.append(
             Term(
                 counted(config.engine_ranks, "engine rank"),
-                how,
+                formula,
                 config.engine_ranks * total(engine),
             )
         )

@@ -139,8 +139,8 @@ def passes(config: Config, arch: Architecture, stage: int, width: int) -> list[T
     at_end = []
     if stage == policy.parallel.pp - 1:
         at_end = [*_logits(config, arch, slots, width), *_kept_softmax(config, arch, slots, width)]
-    how = f"{slots:,} x {work:,.0f} numbers x {width}: recomputed, dispatched, gradients"
-    in_layer = [Term("a layer at work", how, round(slots * work * width))]
+    formula = f"{slots:,} x {work:,.0f} numbers x {width}: recomputed, dispatched, gradients"
+    in_layer = [Term("a layer at work", formula, round(slots * work * width))]
     return [*terms, *max(in_layer, at_end, key=total)]
 
 
@@ -153,8 +153,8 @@ def scoring(config: Config, arch: Architecture, stage: int, width: int) -> list[
     slots = policy.scoring_tokens // policy.parallel.cp
     work = max(layer.in_flight for layer in _layers(config, arch, stage))
     work += 2 * arch.hidden_size / policy.parallel.tp
-    how = f"{slots:,} tokens (scored) x {work:,.0f} numbers x {width}"
-    in_layer = [Term("a layer at work", how, round(slots * work * width))]
+    formula = f"{slots:,} tokens (scored) x {work:,.0f} numbers x {width}"
+    in_layer = [Term("a layer at work", formula, round(slots * work * width))]
     at_end = _logits(config, arch, slots, width) if stage == policy.parallel.pp - 1 else []
     terms = max(in_layer, at_end, key=total)
     if config.routing_replay.mode != "off" and arch.num_experts:
@@ -200,8 +200,8 @@ def _kept_softmax(config: Config, arch: Architecture, slots: int, width: int) ->
     rows = arch.padded_vocab_size(tp) // tp
     gib = config.policy.kept_softmax_gib
     nbytes = min(int(gib * 2**30), slots * rows * width)
-    how = f"kept_softmax_gib={gib:g}, at most {slots:,} tokens x {rows:,} x {width}"
-    return [Term("kept probabilities", how, nbytes)] if nbytes else []
+    formula = f"kept_softmax_gib={gib:g}, at most {slots:,} tokens x {rows:,} x {width}"
+    return [Term("kept probabilities", formula, nbytes)] if nbytes else []
 
 
 def max_micro_batches(config: Config) -> int:
@@ -231,8 +231,10 @@ def _routes(config: Config, arch: Architecture, stage: int, flight: int, slots: 
     layers = len(route_layers(pipeline, arch.num_layers, arch.moe_layers, stage))
     rows = slots // config.policy.parallel.tp
     width = 1 if arch.num_experts <= 256 else 2
-    how = f"{flight} x {rows:,} rows x {layers} layers x {arch.experts_per_token} experts x {width}"
-    return Term("routes", how, flight * rows * layers * arch.experts_per_token * width)
+    formula = (
+        f"{flight} x {rows:,} rows x {layers} layers x {arch.experts_per_token} experts x {width}"
+    )
+    return Term("routes", formula, flight * rows * layers * arch.experts_per_token * width)
 
 
 def _is_trained(held: RankParameter, config: Config) -> bool:

@@ -156,8 +156,8 @@ def describe_bottleneck(rows: Rows, card: str | None) -> str:
     if bound is None:
         return line + measured
     reached = [
-        f"{what} at {value:.0%} of {of}" if value >= 0.01 else f"{what} under 1% of {of}"
-        for what, of, name in (
+        f"{phase} at {value:.0%} of {limit}" if value >= 0.01 else f"{phase} under 1% of {limit}"
+        for phase, limit, name in (
             ("generation", "its memory's bound", "throughput/generate_over_bound"),
             ("scoring", "its peak (MFU)", "throughput/mfu_scoring"),
             ("update", "its peak (MFU)", "throughput/mfu_update"),

@@ -79,12 +79,12 @@ def _mismatch(area: str, whose: str, when: When) -> tuple[Metric, ...]:
 _correction = partial(Metric, section="mismatch")
 
 
-def _spread(name: str, what: str, over: str) -> tuple[Metric, ...]:
+def _spread(name: str, quantity: str, denominator: str) -> tuple[Metric, ...]:
     return (
-        _correction(f"{name}_mean", f"mean {what}", over),
-        _correction(f"{name}_std", f"standard deviation of the {what}", over),
-        _correction(f"{name}_min", f"smallest {what}", "-"),
-        _correction(f"{name}_max", f"largest {what}", "-"),
+        _correction(f"{name}_mean", f"mean {quantity}", denominator),
+        _correction(f"{name}_std", f"standard deviation of the {quantity}", denominator),
+        _correction(f"{name}_min", f"smallest {quantity}", "-"),
+        _correction(f"{name}_max", f"largest {quantity}", "-"),
     )
 
 

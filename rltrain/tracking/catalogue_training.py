@@ -151,8 +151,8 @@ POLICY = (
 _performance = partial(Metric, section="performance")
 
 
-def _seconds(phase: str, what: str) -> Metric:
-    return _performance(f"time/{phase}", what, "-", "s", better="lower")
+def _seconds(phase: str, work: str) -> Metric:
+    return _performance(f"time/{phase}", work, "-", "s", better="lower")
 
 
 PERFORMANCE = (

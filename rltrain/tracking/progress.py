@@ -82,14 +82,14 @@ class TransferBar:
         total: elements of the model
     """
 
-    def __init__(self, what: str, total: int, console: Console | None = None) -> None:
+    def __init__(self, label: str, total: int, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self._what, self._total = what, total
+        self._label, self._total = label, total
         self._done = self._bytes = 0
         self._start = self._shown = time.monotonic()
         self._bar: Progress | None = None
         if self.console.is_terminal:
-            columns = (TextColumn(what), BarColumn(), TaskProgressColumn())
+            columns = (TextColumn(label), BarColumn(), TaskProgressColumn())
             shown = TextColumn("{task.description}")
             self._bar = Progress(*columns, shown, console=self.console, transient=True)
             self._task = self._bar.add_task("", total=total)
@@ -103,7 +103,7 @@ class TransferBar:
             self._bar.update(self._task, completed=self._done, description=self._numbers(now))
         elif now - self._shown >= LINE_EVERY_S:
             self._shown = now
-            self._print(f"{self._what} {self._done / self._total:.0%}  {self._numbers(now)}")
+            self._print(f"{self._label} {self._done / self._total:.0%}  {self._numbers(now)}")
 
     def _numbers(self, now: float) -> str:
         seconds = max(now - self._start, 1e-9)
@@ -124,7 +124,7 @@ class TransferBar:
             self._bar.stop()
         if kind is None:
             now = time.monotonic()
-            self._print(f"{self._what}  {self._numbers(now)}  {duration(now - self._start)}")
+            self._print(f"{self._label}  {self._numbers(now)}  {duration(now - self._start)}")
 
 
 def key_numbers(metrics: Mapping[str, float]) -> str:

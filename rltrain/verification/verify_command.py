@@ -152,14 +152,14 @@ def judge_row(case: LayoutCase, row: Row, yardstick: Row | None = None) -> Resul
     if case.params == "bf16":
         return Result(case, row, "; ".join(_problems_in_bf16(row, yardstick)))
     problems = [
-        f"{name}: {what} is off by {error:.1e}"
-        + (f" ({row.worst_gradient})" if what == "gradient" else "")
+        f"{name}: {quantity} is off by {error:.1e}"
+        + (f" ({row.worst_gradient})" if quantity == "gradient" else "")
         for name, errors in (
             (NATIVE, row.native),
             (RECORDED, row.recorded),
             (PERTURBED, row.perturbed),
         )
-        for what, error in errors.items()
+        for quantity, error in errors.items()
         if not error <= TOLERANCE
     ]
     if row.wrong_records:
@@ -176,10 +176,12 @@ def _problems_in_bf16(row: Row, yardstick: Row | None) -> list[str]:
     problems = []
     for name in (RECORDED, PERTURBED):
         errors, measure = getattr(row, name), getattr(yardstick or row, name)
-        for what in ("logits", "gradient"):
-            limit = min(BF16_LIMIT, BF16_FACTOR * measure[what])
-            if not errors[what] <= limit:
-                problems.append(f"{name}: {what} is off by {errors[what]:.1e}, limit {limit:.1e}")
+        for quantity in ("logits", "gradient"):
+            limit = min(BF16_LIMIT, BF16_FACTOR * measure[quantity])
+            if not errors[quantity] <= limit:
+                problems.append(
+                    f"{name}: {quantity} is off by {errors[quantity]:.1e}, limit {limit:.1e}"
+                )
     return problems
 
 
