@@ -149,7 +149,8 @@ def _files() -> Iterator[Path]:
 
 def start_worker(config: Config, folder: Path, model: Path, device: str) -> "PolicyWorker":
     """A policy worker in this process, of a world of one rank."""
-    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
+    from rltrain.patches.megatron import patch_megatron
+    from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
     if device == "cpu":
         patch_megatron_for_cpu()

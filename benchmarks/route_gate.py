@@ -37,7 +37,8 @@ STEP_EVERY = 10
 
 
 def start(args: argparse.Namespace, folder: Path) -> "PolicyWorker":
-    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
+    from rltrain.patches.megatron import patch_megatron
+    from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
     if args.device == "cpu":
         patch_megatron_for_cpu()

@@ -155,7 +155,7 @@ class Rank:
     """What one policy rank does with routes, from `begin_step` to the targets of its routers."""
 
     def __init__(self, size: Size, stage: int) -> None:
-        from rltrain.patches.megatron import patch_megatron_for_cpu
+        from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
         torch.set_num_threads(1)
         if not torch.cuda.is_available():

@@ -34,7 +34,7 @@ from rltrain.batch import Batch, RouteRef
 from rltrain.data.packing import plan_step
 from rltrain.parallel.layer_map import route_blocks, route_layers
 from rltrain.parallel.token_layout import TokenGrid
-from rltrain.patches.megatron import patch_megatron_for_cpu
+from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.launch import RouteCapture
 from rltrain.rollout.route_store import RouteStore, store_routes

@@ -303,7 +303,8 @@ def timed(run: Callable[[], None]) -> float:
 
 
 def build(args: argparse.Namespace, folder: Path) -> tuple["PolicyWorker", Any]:
-    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
+    from rltrain.patches.megatron import patch_megatron
+    from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
     if args.device == "cpu":
         patch_megatron_for_cpu()

@@ -1,9 +1,9 @@
-"""Where an actor's process writes: a file of the run's folder, which outlives Ray's session.
+"""The log file of an actor's process, in the run's folder, where it outlives Ray's session.
 
     RUN/logs/engine-0.log    policy-3.log    critic-0.log
 
-The processes that an actor starts, vLLM's engine among them, write into its file too. An actor on a
-node that does not have the run's folder keeps to Ray's own files, below ``RUN/ray-logs``.
+The processes that an actor starts write into its file, too; vLLM's engine is one. An actor on a
+node without the run's folder writes into Ray's own files, below ``RUN/ray-logs``.
 """
 
 import logging
@@ -14,14 +14,14 @@ from datetime import datetime
 from pathlib import Path
 
 LOG = "RLTRAIN_LOG"
-"""The variable that gives an actor's process the path of its file."""
+"""Environment variable of an actor's process: the path of its file."""
 FOLDER = "RLTRAIN_LOG_FOLDER"
-"""The variable by which the controller's process knows the folder of all of them."""
+"""Environment variable of the controller's process: the folder of all these files."""
 _MARK = re.compile(r"^=== process (\d+) starts, .* ===\n", re.MULTILINE)
 
 
 def redirect_output() -> None:
-    """Have this process write into its file, if it has one, below what earlier ones wrote there."""
+    """Append this process's stdout and stderr to its file, if it has one."""
     name = os.environ.get(LOG)
     if not name or not Path(name).parent.is_dir():
         return

@@ -1,4 +1,4 @@
-"""Waiting for actors: every wait has a limit and a name, and ends in one kind of failure."""
+"""Waiting for actors. Every wait has a name and a limit, and raises `ActorFailed` on failure."""
 
 import os
 import re
@@ -24,27 +24,27 @@ from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
 from rltrain.config.redact import strip_terminal_codes
 
 POLL_S = 5.0
-"""How often a wait looks whether another actor of the run has died."""
+"""How often a wait checks whether another actor of the run has died."""
 DEATH_NOTICE_S = 5.0
-"""How long after a failure another actor's death may still be reported as its cause."""
+"""How long after a failure the death of another actor may be reported as its cause."""
 NEAR_THE_END = 30
-"""Lines: an error further up in the log of a process that ended in silence was not its end."""
+"""Lines. After a signal, an error further from the end of the log did not end the process."""
 LOG_NAMES = {"rollout": "engine"}
-"""By role, where the names of logs differ."""
+"""Names of logs that differ from the role."""
 _KILLS_BEFORE = oom_kills()
 
 
 class ActorFailed(RuntimeError):
-    """An actor raised an error, died, or was silent for too long.
+    """An actor raised an error, died, or did not answer within the limit.
 
     Args:
         kind: which of the three
         where: the call that failed, as ``role.method``
-        what: the actor's own error, in a sentence
+        error: the actor's error, in a sentence
     """
 
-    def __init__(self, kind: Literal["raised", "died", "silent"], where: str, what: str) -> None:
-        super().__init__(f"{where}: {what}")
+    def __init__(self, kind: Literal["raised", "died", "silent"], where: str, error: str) -> None:
+        super().__init__(f"{where}: {error}")
         self.kind = kind
         self.where = where
 
@@ -57,38 +57,38 @@ def _rebuilt(kind: Literal["raised", "died", "silent"], where: str, text: str) -
 
 
 class ChildDied(RuntimeError):
-    """Raised within an actor: a process that it had started died. The text is for the user."""
+    """Raised within an actor when a process that it started has died. The text is for the user."""
 
 
 class AwaitedCall(NamedTuple):
-    """What is waited for."""
+    """The call whose answers are waited for."""
 
     role: str
     method: str
     key: str = "cluster.call_timeout_s"
-    """Of the configuration: what limits the wait."""
+    """The configuration key that limits the wait."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
 
 
 def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[Any]:
-    """What actors answered, in the order of ``refs``.
+    """The answers of actors, in the order of ``refs``.
 
-    The first failure ends the wait, since the others may wait for the failed one for ever; so does
-    the death of any other actor of this run.
+    The first failure ends the wait, since other actors may wait for the failed one for ever. The
+    death of any other actor of this run ends it, too.
 
     Raises:
-        ActorFailed: one of them raised, died, or did not answer within ``timeout_s``.
+        ActorFailed: an actor raised, died, or did not answer within ``timeout_s``.
     """
-    began, found = time.time(), dict[Any, Any]()
+    began, answers = time.time(), dict[Any, Any]()
     waiting = list(refs)
     while waiting:
         left = began + timeout_s - time.time()
         done, waiting = ray.wait(waiting, timeout=max(0.0, min(POLL_S, left)))
         for ref in done:
             try:
-                found[ref] = ray.get(ref)
+                answers[ref] = ray.get(ref)
             except RayError as error:
                 raise call_failure(error, call, others=waiting) from error
         if not done:
@@ -96,15 +96,15 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
                 raise ActorFailed("died", str(call), dead[0])
             if left <= 0:
                 raise timeout_failure(call, len(waiting), len(refs), timeout_s)
-    return [found[ref] for ref in refs]
+    return [answers[ref] for ref in refs]
 
 
 def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ()) -> ActorFailed:
-    """What a call's error means.
+    """The failure that an error of a call stands for.
 
     Args:
-        others: answers that are still to come. A worker's collective fails when another rank dies,
-            sometimes before that death is known.
+        others: answers that are still to come. A collective fails when another rank dies, and the
+            call may fail before that death is known.
     """
     if not isinstance(error, RayActorError) and others:
         done, _ = ray.wait(list(others), num_returns=len(others), timeout=DEATH_NOTICE_S)
@@ -119,8 +119,10 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
     if isinstance(error, RayTaskError):
         return ActorFailed("raised", str(call), _raised(call.role, error))
     if isinstance(error, UnserializableException):  # of a class that is unknown here, say
-        own = last_error(str(error))
-        return ActorFailed("raised", str(call), own.text if own else strip_ray_frames(str(error)))
+        cause = last_error(str(error))
+        return ActorFailed(
+            "raised", str(call), cause.text if cause else strip_ray_frames(str(error))
+        )
     if isinstance(error, RayActorError):
         return ActorFailed("died", str(call), _death(call.role, error))
     return ActorFailed(
@@ -130,19 +132,18 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
 
 def _raised(role: str, error: RayTaskError) -> str:
     cause, text = error.cause, strip_terminal_codes(str(error.cause))
-    pid = re.search(
-        r"\(pid=(\d+), ip=", strip_terminal_codes(str(error))
-    )  # Ray's mixed classes have no such field
+    # Ray mixes the class of the error with that of the cause, which has no field for the pid.
+    pid = re.search(r"\(pid=(\d+), ip=", strip_terminal_codes(str(error)))
     log = find_log(int(pid[1])) if pid else None
     if isinstance(cause, ChildDied):
         return text
-    named = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
-    remedy = out_of_memory(role, named)
-    return f"{named}{remedy}" + (f"\nFull log: {log}" if log is not None else "")
+    message = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    remedy = out_of_memory(role, message)
+    return f"{message}{remedy}" + (f"\nFull log: {log}" if log is not None else "")
 
 
 def out_of_memory(role: str, error: str) -> str:
-    """What to do about an error of a GPU's memory; "" for another error."""
+    """The remedy for an error of a GPU's memory; "" for another error."""
     if "outofmemoryerror" not in error.lower() and "out of memory" not in error.lower():
         return ""
     if role == "rollout":
@@ -154,29 +155,29 @@ def out_of_memory(role: str, error: str) -> str:
 
 
 def _death(role: str, error: RayActorError) -> str:
-    said = strip_terminal_codes(str(error))
-    if error.actor_init_failed or "creation task" in said:
-        own = last_error(f"Traceback (most recent call last):\n{said}")
-        return f"an actor could not be created: {own.text if own else said}"
-    pid = re.search(r"^\tpid: (\d+)$", said, re.MULTILINE)
-    return describe_death(role, int(pid[1]) if pid else 0, said)
+    text = strip_terminal_codes(str(error))
+    if error.actor_init_failed or "creation task" in text:
+        cause = last_error(f"Traceback (most recent call last):\n{text}")
+        return f"an actor could not be created: {cause.text if cause else text}"
+    pid = re.search(r"^\tpid: (\d+)$", text, re.MULTILINE)
+    return describe_death(role, int(pid[1]) if pid else 0, text)
 
 
 def timeout_failure(call: AwaitedCall, missing: int, asked: int, timeout_s: float) -> ActorFailed:
-    """What a wait that reached its limit means.
+    """The failure of a wait that reached its limit.
 
     Args:
-        missing: how many of those that were ``asked`` did not answer
+        missing: how many of the ``asked`` actors did not answer
     """
     return ActorFailed(
         "silent",
         str(call),
         f"expected an answer of all {asked} within {timeout_s:g} s, and {missing} did not answer. "
-        f"One hangs or is slow: raise {call.key}, or see {_logs()}{_said_by(call.role)}",
+        f"One hangs or is slow: raise {call.key}, or see {_logs()}{_last_lines(call.role)}",
     )
 
 
-def _said_by(role: str) -> str:
+def _last_lines(role: str) -> str:
     """The last line of each actor's log."""
     folder = os.environ.get(FOLDER)
     files = sorted(Path(folder).glob(f"{LOG_NAMES.get(role, role)}-*.log")) if folder else []
@@ -185,53 +186,53 @@ def _said_by(role: str) -> str:
 
 
 def describe_deaths(since: float) -> list[str]:
-    """What happened to every actor of this run that died by itself since then, in order.
+    """A description of each actor of this run that has died by itself, in the order of deaths.
 
     Args:
-        since: seconds since 1970
+        since: deaths from then on, in seconds since 1970
     """
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-    found = [
-        (actor["EndTime"], actor, actor["DeathCause"].actor_died_error_context)
+    dead = [
+        (actor, actor["DeathCause"].actor_died_error_context)
         for actor in state.actors(job_id=job, actor_state_name="DEAD").values()
+        if actor["EndTime"] >= 1000 * since
     ]
-    own = ActorDiedErrorContext.WORKER_DIED
-    new = [(end, a, how) for end, a, how in found if end >= 1000 * since and how.reason == own]
     return [
-        describe_death(actor["ActorClassName"], actor["Pid"], how.error_message)
-        for _, actor, how in sorted(new, key=lambda each: each[0])
+        describe_death(actor["ActorClassName"], actor["Pid"], context.error_message)
+        for actor, context in sorted(dead, key=lambda death: death[0]["EndTime"])
+        if context.reason == ActorDiedErrorContext.WORKER_DIED
     ]
 
 
-def describe_death(who: str, pid: int, said: str) -> str:
-    """What is known of the death of an actor.
+def describe_death(role: str, pid: int, ray_message: str) -> str:
+    """The death of an actor, with the error that its log shows.
 
     Args:
-        who: the kind of actor, for one that has no log
-        said: Ray's words about it
+        role: the kind of actor, for one that has no log
+        ray_message: what Ray reports
     """
     log = find_log(pid)
     written = log_of_process(log.read_text(errors="replace"), pid) if log is not None else ""
-    code = re.search(r"exit code -?\d+", said)
-    ended = "SIGTERM" if "receives a SIGTERM" in said else code[0] if code else ""
-    name = actor_name(log.stem) if log is not None else f"an actor of {who}"
+    code = re.search(r"exit code -?\d+", ray_message)
+    ended = "SIGTERM" if "receives a SIGTERM" in ray_message else code[0] if code else ""
+    name = actor_name(log.stem) if log is not None else f"an actor of {role}"
     return (
         f"{name} (process {pid}) died. {describe_error(written, ended)} Full log: {log or _logs()}"
     )
 
 
 def actor_name(stem: str) -> str:
-    """``engine-0``, the name of a log, in words."""
+    """The actor of a log, in words: ``rollout engine 0`` for ``engine-0``."""
     role, _, rank = stem.rpartition("-")
     return {"engine": "rollout engine"}.get(role, f"{role} worker") + f" {rank}"
 
 
-def child_failure(what: str, codes: Mapping[str, int | None]) -> ChildDied:
-    """Within an actor: the failure of processes that it had started.
+def child_failure(event: str, codes: Mapping[str, int | None]) -> ChildDied:
+    """The failure of processes that this actor started.
 
     Args:
-        what: which, and when they died
-        codes: their exit codes by name; a negative one is a signal
+        event: which processes died, and when
+        codes: their exit codes by name; a negative code is a signal
     """
     file = Path(os.environ.get(LOG, ""))
     written = (
@@ -239,7 +240,7 @@ def child_failure(what: str, codes: Mapping[str, int | None]) -> ChildDied:
     )
     ended = [Signals(-n).name if n < 0 else f"exit code {n}" for n in codes.values() if n]
     log = f" Full log: {file}" if file.is_file() else ""
-    return ChildDied(f"{what}. {describe_error(written, ended[0] if ended else '')}{log}")
+    return ChildDied(f"{event}. {describe_error(written, ended[0] if ended else '')}{log}")
 
 
 def describe_error(written: str, ended: str) -> str:
@@ -247,18 +248,18 @@ def describe_error(written: str, ended: str) -> str:
 
     Args:
         written: its log
-        ended: ``exit code 3``, ``SIGKILL``; "" where nobody knows
+        ended: ``exit code 3``, ``SIGKILL``; "" where it is not known
     """
     error = last_error(written, within=None if ended.startswith("exit code") else NEAR_THE_END)
     if error is not None and ended != "SIGKILL":
         return f"Its last error: {error}."
     line = last_line(written)
-    said = f' The last line of its log: "{line}".' if line else ""
+    last = f' The last line of its log: "{line}".' if line else ""
     if ended in ("SIGKILL", ""):
-        how = "It was killed (SIGKILL)" if ended else "It was killed, or ended at once,"
+        end = "It was killed (SIGKILL)" if ended else "It was killed, or ended at once,"
         memory = describe_kill(oom_kills() - _KILLS_BEFORE, describe_memory())
-        return f"{how} and left no error. {memory}.{said}"
-    return f"It ended with {ended} and left no error.{said}"
+        return f"{end} and left no error. {memory}.{last}"
+    return f"It ended with {ended} and left no error.{last}"
 
 
 def _logs() -> str:

@@ -1,7 +1,7 @@
-"""The error that a process died of, found in what it wrote. Pure.
+"""Finds the error that ended a process in its log. Pure.
 
-A log has terminal codes, prefixes of vLLM's processes and loggers, frames of Ray's, errors that
-were handled, and after the error that counts those that follow from it.
+A log also has terminal codes, prefixes of vLLM's processes and loggers, frames of Ray, errors that
+were handled, and errors that follow from the one that counts.
 """
 
 import re
@@ -11,12 +11,12 @@ from typing import NamedTuple
 from rltrain.config.redact import strip_terminal_codes
 
 LONGEST = 12
-"""Lines of an error's text."""
+"""The most lines that an error's text has."""
 _PREFIX = re.compile(
     r"^(?:\((?:EngineCore|Worker|APIServer)[^)]*pid=\d+\) ?)?"
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\S+ )?\[[^\]]+:\d+\] ?)?"
 )
-"""Of vLLM's processes and of its loggers."""
+"""What vLLM's processes and loggers write before a line."""
 _TIME = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d|\s")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)')
 _FINAL = re.compile(r"^[A-Za-z_][\w.]*(?:: .*)?$")
@@ -39,17 +39,17 @@ _FOLLOWS = (
     "systemexit",
     "cancellederror",
 )
-"""What a process says when another one failed."""
+"""Signs of an error that follows from the failure of another process."""
 _FATAL = re.compile(
     r"^(?:Fatal Python error: |terminate called after |\*\*\* SIG[A-Z]+ received"
     r"|!+ (?:Segfault|Bus error).* encountered|.*error while loading shared libraries: "
     r"|.*double free or corruption|malloc\(\): |free\(\): |corrupted (?:size|double))"
 )
-"""What the interpreter, Ray, torch or the C library says when a signal ends a process."""
+"""What the interpreter, Ray, torch or the C library writes when a signal ends a process."""
 _LOGGED = re.compile(
     r"^(?:\[?[A-Z]?\d{4}[- ]?\d\d|\d{4}-\d\d-\d\d|\[rank\d|\[[WE]\d{4}|/\S+\.py:\d+: |:\w+:)"
 )
-"""A line of another logger, which no error goes on in."""
+"""A line of another logger, which ends the text of an error."""
 _SITE = re.compile(r".*/(?:site-packages|dist-packages|lib/python\d\.\d+)/")
 _RAY = re.compile("/site-packages/ray/|^python/ray/")
 
@@ -66,29 +66,29 @@ class LastError(NamedTuple):
 
 class _Line(NamedTuple):
     source: str
-    """Which process and logger wrote it, as far as it says so."""
+    """The process and logger that wrote it, by its prefix."""
     text: str
 
 
 def last_error(log: str, within: int | None = None) -> LastError | None:
-    """The last error that does not follow from another process's; None where there is none.
+    """The last error that does not follow from another process's error, or None.
 
     Args:
-        within: an error with more lines than that behind it was not the end of the process
+        within: an error that more than this many lines follow did not end the process
     """
     lines = _bare(log)
     if fatal := _fatal(lines):
         return fatal
-    own = [
+    causes = [
         error
         for number, error in _tracebacks(lines)
         if not _follows(error.text) and (within is None or _said(lines[number + 1 :]) <= within)
     ]
-    return own[-1] if own else None
+    return causes[-1] if causes else None
 
 
 def last_line(log: str) -> str:
-    """What the process said last; "" where it said nothing."""
+    """The last line that the process wrote; "" if it wrote none."""
     texts = (line.text.strip() for line in _bare(log))
     said = [text for text in texts if text and not text.startswith((":job_id", ":actor_name"))]
     return said[-1] if said else ""
@@ -103,9 +103,9 @@ def strip_ray_frames(trace: str) -> str:
             skipping = bool(_RAY.search(frame["file"]))
         elif not line.startswith("    "):
             skipping = False
-        # Marks below a line of source, where Ray took that line away.
-        lost = line.strip() and not line.strip(" ^~") and not _is_source(kept)
-        if not skipping and not lost:
+        # Ray may remove a line of source and leave the marks below it.
+        orphaned = line.strip() and not line.strip(" ^~") and not _is_source(kept)
+        if not skipping and not orphaned:
             kept.append(line)
     return "\n".join(kept)
 
@@ -115,7 +115,7 @@ def _is_source(lines: Sequence[str]) -> bool:
 
 
 def _bare(log: str) -> list[_Line]:
-    """Lines without what processes and loggers put before them."""
+    """The lines, split into the prefix of process and logger and the text."""
     lines = []
     for line in strip_terminal_codes(log).split("\n"):
         start = _PREFIX.match(line)
@@ -125,9 +125,9 @@ def _bare(log: str) -> list[_Line]:
 
 
 def _tracebacks(lines: Sequence[_Line]) -> list[tuple[int, LastError]]:
-    """The error at the end of each and its line; one that led to another stands as its cause."""
-    found: list[tuple[int, LastError]] = []
-    inside: dict[str, str] = {}  # by source, the last frame: what processes write interleaves
+    """The error at the end of each traceback, and its line number. A chain is one error."""
+    errors: list[tuple[int, LastError]] = []
+    inside: dict[str, str] = {}  # by source, since lines interleave: the last frame
     chained = set()
     for number, (source, text) in enumerate(lines):
         if text.lstrip().startswith(_START):
@@ -138,15 +138,15 @@ def _tracebacks(lines: Sequence[_Line]) -> list[tuple[int, LastError]]:
             inside[source] = _place(frame)
         elif source in inside and _FINAL.match(text):
             error = LastError(_whole(lines, number), inside.pop(source))
-            if source in chained and found:
-                error = LastError(f"{error.text} (after {found.pop()[1].text})", error.where)
+            if source in chained and errors:
+                error = LastError(f"{error.text} (after {errors.pop()[1].text})", error.where)
             chained.discard(source)
-            found.append((number, error))
-    return found
+            errors.append((number, error))
+    return errors
 
 
 def _whole(lines: Sequence[_Line], number: int) -> str:
-    """An error's text, which may go on for some lines of the same source."""
+    """An error's text, which may continue on later lines of the same source."""
     source, text = lines[number]
     words = [text]
     for other, line in lines[number + 1 : number + LONGEST]:
@@ -163,7 +163,7 @@ def _fatal(lines: Sequence[_Line]) -> LastError | None:
         return None
     text, where, stack = lines[start].text, "", False
     for _, line in lines[start + 1 :]:
-        if line.startswith("Fatal Python error"):  # Ray's own words came first
+        if line.startswith("Fatal Python error"):  # after a line of Ray's
             text = line
         if line.strip().startswith("what():"):
             text = f"{text} {line.strip()}"

@@ -1,1 +1,1 @@
-"""Where each token lives on each rank: pure functions of plain integers."""
+"""Which tokens and layers each rank holds: pure functions of plain integers."""

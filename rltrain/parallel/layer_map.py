@@ -1,9 +1,9 @@
-"""Which decoder layers live on which pipeline stage.
+"""Which decoder layers each pipeline stage holds.
 
-Layers are numbered from 0 over the whole model. A multi-token-prediction layer is no decoder
-layer: it has no number here and is in no answer. Equal to Megatron-core 0.16.1's
-``get_num_layers_to_build`` and ``get_transformer_layer_offset`` (tested against both), which need
-Megatron's configuration; these need none, so the controller can ask too.
+Layers are numbered from 0 over the whole model. Multi-token-prediction layers are not decoder
+layers: they have no number here. The results equal those of Megatron-core 0.16.1's
+``get_num_layers_to_build`` and ``get_transformer_layer_offset`` (tests compare them). Those need
+Megatron's configuration; these do not, so the controller can call them, too.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ KEYS = "policy.parallel"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How decoder layers are shared out over pipeline stages and, interleaved, over their chunks.
+    """How decoder layers are split over pipeline stages and, if interleaved, over their chunks.
 
     The forward pass visits chunk 0 of every stage, then chunk 1 of every stage, and so on.
     """
@@ -32,7 +32,7 @@ class Pipeline:
         return cls(layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
 
     def check(self, num_layers: int) -> None:
-        """Raises ValueError if ``num_layers`` cannot be shared out like this, with the remedy."""
+        """Raises ValueError, with the remedy, if ``num_layers`` cannot be split like this."""
         self._check_sizes()
         fixed = self._fixed()
         rest, stages_left = num_layers - sum(fixed.values()), self.stages - len(fixed)
@@ -64,7 +64,7 @@ class Pipeline:
         return tuple(n for chunk in chunks for n in self.chunk_layers(num_layers, stage, chunk))
 
     def _chunk_sizes(self, num_layers: int) -> list[int]:
-        """How many layers a chunk has, by stage: the chunks of a stage are equally long."""
+        """Layers per chunk, by stage. All chunks of a stage have the same number of layers."""
         self.check(num_layers)
         fixed = self._fixed()
         share = (num_layers - sum(fixed.values())) // max(1, self.stages - len(fixed))
@@ -86,10 +86,10 @@ class Pipeline:
             if size < 1:
                 raise ValueError(f"{KEYS}.{key}: expected at least 1, found {size}. Raise it")
         if self.stages == 1 and (fixed or self.chunks > 1):
-            given = ", ".join([*fixed, *(["vpp"] if self.chunks > 1 else [])])
+            extra_keys = ", ".join([*fixed, *(["vpp"] if self.chunks > 1 else [])])
             raise ValueError(
-                f"{KEYS}.pp=1 is one stage with all layers, found {given} beside it. "
-                f"Raise {KEYS}.pp or remove {given}"
+                f"{KEYS}.pp=1 is one stage with all layers, found {extra_keys} beside it. "
+                f"Raise {KEYS}.pp or remove {extra_keys}"
             )
         if self.stages == len(fixed) and self.chunks > 1:
             # Megatron-core 0.16.1 divides by the zero stages between the two.
@@ -106,23 +106,23 @@ def route_layers(
     stage: int,
     chunk: int | None = None,
 ) -> tuple[int, ...]:
-    """The layers with a router of one chunk, ascending; of all chunks of the stage for None.
+    """The layers of one chunk that have a router, ascending. None: of all chunks of the stage.
 
     Args:
         moe_layers: the layers that have a router, ascending
     """
     if chunk is None:
-        owned: Sequence[int] = pipeline.stage_layers(num_layers, stage)
+        layers: Sequence[int] = pipeline.stage_layers(num_layers, stage)
     else:
-        owned = pipeline.chunk_layers(num_layers, stage, chunk)
-    return tuple(layer for layer in moe_layers if layer in owned)
+        layers = pipeline.chunk_layers(num_layers, stage, chunk)
+    return tuple(layer for layer in moe_layers if layer in layers)
 
 
 def route_blocks(pipeline: Pipeline, num_layers: int, moe_layers: Sequence[int]) -> tuple[int, ...]:
-    """How many consecutive layers with a router each block holds, in the order of the layers.
+    """How many layers with a router each model chunk holds, in the order of the layers.
 
-    A block is what one chunk owns, so an object per block is never split between ranks. A chunk
-    without a router has no block; the sizes sum to ``len(moe_layers)``.
+    An object that holds the routes of one such block is read by the ranks of one stage only. A
+    chunk without a router has no block. The sizes sum to ``len(moe_layers)``.
     """
     assert list(moe_layers) == sorted({*moe_layers} & {*range(num_layers)}), moe_layers
     sizes = (

@@ -1,8 +1,9 @@
-"""Where each token of a micro-batch lives on one rank.
+"""The token layout: which slot of which rank holds each token of a micro-batch.
 
-One function computes the index; tokens, targets, masks and routes are all gathered with it, so
+One function computes the index. Tokens, targets, masks and routes are all gathered with it, so
 they cannot be sliced differently. Invariants (tested): over all ranks the real slots are a
-permutation of the tokens; all ranks hold equally many slots; gather then scatter is the identity.
+permutation of the tokens, all ranks hold equally many slots, and gather then scatter is the
+identity.
 """
 
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ PAD = -1
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The ranks that share one data-parallel rank's tokens, and what their kernels ask of a slice.
+    """A rank's place among those that share one data-parallel rank's tokens, and its alignment.
 
-    ``align`` divides the slots a rank computes with, after context and sequence parallelism. An FP8
-    matrix product needs it and sees one matrix of all slots, so their sum is padded, once, and not
-    each sequence. Transformer Engine wants 16 (delayed and per-tensor scaling: it asserts 8, its
-    weight gradient's GEMM needs 16), 32 (mxfp8) or 128 (blockwise: a scale spans 128 slots). The
-    tokens of each expert are for Megatron to pad.
+    ``align`` divides the number of slots of a rank, after context and sequence parallelism. FP8
+    matrix products need it. They see one matrix of all slots, so the sum is padded once, not each
+    sequence. Transformer Engine needs 16 for delayed and per-tensor scaling (it asserts 8, but the
+    GEMM of its weight gradient needs 16), 32 for mxfp8, and 128 for blockwise scaling, where a
+    scale spans 128 slots. Megatron pads the tokens of each expert by itself.
     """
 
     tp_size: int = 1
@@ -81,7 +82,7 @@ def layout_tokens(seq_lens: list[int], grid: TokenGrid) -> TokenLayout:
 
 
 def padded_lengths(seq_lens: list[int], grid: TokenGrid) -> list[int]:
-    """Slots of each sequence, over all ranks that share it."""
+    """The number of slots of each sequence, over all ranks that share it."""
     padded = [n + -n % grid.seq_align for n in seq_lens] or [0]
     padded[-1] += -sum(padded) % grid.total_align
     if sum(padded) == 0:
@@ -92,8 +93,8 @@ def padded_lengths(seq_lens: list[int], grid: TokenGrid) -> list[int]:
 def context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
     """One rank's chunks of a sequence.
 
-    In a zigzag rank r takes chunk r from the front and chunk r from the back, which evens out
-    causality; otherwise chunk r.
+    With ``zigzag``, rank r gets chunk r from the front and chunk r from the back, which balances
+    the work of causal attention. Otherwise it gets chunk r.
     """
     if not grid.zigzag or grid.cp_size == 1:
         return slots.chunk(grid.cp_size)[grid.cp_rank]
@@ -103,7 +104,7 @@ def context_parallel_slice(slots: Tensor, grid: TokenGrid) -> Tensor:
 
 def gather_rows(values: Tensor, index: Tensor, pad: float | bool) -> Tensor:
     """Gather ``[N, ...]`` to ``[S, ...]``, with ``pad`` in padding slots."""
-    # PAD is -1, which indexes the row that is added: a few calls of torch, in every micro-batch.
+    # PAD is -1, so it indexes the row that is appended.
     return torch.cat((values, values.new_full((1, *values.shape[1:]), pad)))[index]
 
 

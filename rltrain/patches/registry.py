@@ -1,7 +1,7 @@
-"""Changes to third-party attributes, each with the facts needed to check and to delete it.
+"""Patches of third-party attributes, each with the facts needed to check and to delete it.
 
-A patch is applied once, explicitly, first thing in the process that needs it. It refuses versions
-and signatures it was not read against: where it no longer fits the run must stop, not change.
+A process applies the patches that it needs once, explicitly, before anything else. A patch refuses
+versions and signatures that it was not read against: the run stops instead of changing silently.
 """
 
 import importlib
@@ -18,7 +18,7 @@ _MARK = "__rltrain_patch__"
 
 
 class PatchRefused(RuntimeError):
-    """What a patch was written for is not what is installed."""
+    """The installed package differs from the one that a patch was written for."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Patch:
     target: str
     """``module:attribute`` or ``module:Class.attribute``."""
     params: tuple[str, ...] | None
-    """Parameter names of the original; None for C functions, which tell no signature."""
+    """Parameter names of the original; None for C functions, which have no signature."""
     reason: str
     remove_when: str
     wrap: Callable[[Any], Any]
@@ -66,13 +66,13 @@ def is_applied(patch: Patch) -> bool:
 def _check_version(patch: Patch) -> None:
     for package in patch.package:
         try:
-            found = version(package)
+            installed = version(package)
         except PackageNotFoundError:
             continue
-        if Version(found).base_version not in SpecifierSet(patch.versions):
+        if Version(installed).base_version not in SpecifierSet(patch.versions):
             raise PatchRefused(
                 f"the patch of {patch.target} was read against {package}{patch.versions}, found "
-                f"{found}: read its source, then widen or drop the patch ({patch.reason})"
+                f"{installed}: read its source, then widen or drop the patch ({patch.reason})"
             )
         return
     raise PatchRefused(
@@ -97,9 +97,9 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
 def _check_params(patch: Patch, original: Any) -> None:
     if patch.params is None:
         return
-    found = tuple(inspect.signature(original).parameters)
-    if found != patch.params:
+    params = tuple(inspect.signature(original).parameters)
+    if params != patch.params:
         raise PatchRefused(
-            f"{patch.target} takes {found}, but its patch was read against {patch.params}: "
+            f"{patch.target} takes {params}, but its patch was read against {patch.params}: "
             f"read the new source, then mend or drop the patch ({patch.reason})"
         )

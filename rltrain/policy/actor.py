@@ -39,7 +39,8 @@ class ModelActor:
         logger.info("importing torch and Megatron")
         import torch
 
-        from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
+        from rltrain.patches.megatron import patch_megatron
+        from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
         config, rank, init_method, model_path, device = self._arguments
         torch.set_num_threads(num_threads(config, device))

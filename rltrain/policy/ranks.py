@@ -97,7 +97,8 @@ def _run(
 ) -> None:
     import torch
 
-    from rltrain.patches.megatron import patch_megatron, patch_megatron_for_cpu
+    from rltrain.patches.megatron import patch_megatron
+    from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
     # Of third parties, about themselves; they would tear up what the parent prints.
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")

@@ -256,7 +256,7 @@ def check_torch_adam_survives_a_checkpoint(mesh: Any) -> None:
 
 
 def check_cpu_patches_are_applied_once(mesh: Any) -> None:
-    from rltrain.patches.megatron import CPU_PATCHES, patch_megatron_for_cpu
+    from rltrain.patches.megatron_cpu import CPU_PATCHES, patch_megatron_for_cpu
     from rltrain.patches.registry import is_applied
 
     before = torch.zeros
