@@ -1,9 +1,9 @@
-"""The output head is left out of the model's forward pass, and applied where its result is used.
+"""Leaves the output head out of the model's forward pass, so that `logprobs` can apply it.
 
-Megatron's own pass ends with all logits of a micro-batch, which are the largest tensor there is.
-`logprobs` needs a block of them at a time, so within `hidden_states` a chunk hands on what its head
-would read. Parameters, checkpoints and Megatron's all-reduce of tied embeddings see the layer where
-it always was.
+Megatron's forward pass ends with all logits of a micro-batch, which are the largest tensor of a
+pass. `logprobs` needs one block of them at a time. Within `hidden_states` the last chunk returns
+the input of its head instead. The head stays in the model, so parameters, checkpoints and
+Megatron's all-reduce of tied embeddings do not change.
 """
 
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 @contextmanager
 def hidden_states(chunk: nn.Module) -> Iterator[None]:
-    """While open, a chunk that would yield logits yields the head's input.  # [1, S / tp, H]
+    """Within the context, the chunk returns its head's input, not logits.  # [1, S / tp, H]
 
-    A head that is more than a product with its weight, like a value head, runs as ever.
+    A head that is more than a product with its weight, like a value head, still runs.
     """
     if head_weight(chunk) is None:
         yield
         return
     head = _unwrapped(chunk).output_layer
-    head.forward = _hand_on  # covers the class's own
+    head.forward = _identity  # hides the method of the class
     try:
         yield
     finally:
@@ -37,7 +37,7 @@ def hidden_states(chunk: nn.Module) -> Iterator[None]:
 
 
 def head_weight(chunk: nn.Module) -> Tensor | None:
-    """The weight of a head that can be left out, None if the chunk has no such head.
+    """The weight of a head that can be left out; None if the chunk has no such head.
 
     # [V / tp, H]
     """
@@ -51,27 +51,30 @@ def head_weight(chunk: nn.Module) -> Tensor | None:
 
 
 def head_input(output: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """What every rank of a tensor-parallel group multiplies.  # [1, S / tp, H] -> [S, H]"""
+    """The rows of all tensor-parallel ranks, which each rank's head reads.
+
+    # [1, S / tp, H] -> [S, H]
+    """
     hidden = output.squeeze(0)
     if group is None:
         return hidden
-    # Each rank's gradient is that of its slice of the vocabulary: they are summed and cut again.
+    # Each rank has the gradient of its slice of the vocabulary. Backward sums them, then splits.
     return gather_from_sequence_parallel_region(hidden, group=group)
 
 
 def in_fp32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: let the output head multiply in fp32, where it runs within the model.
+    """Forward pre-hook: an output head that runs within the model multiplies in fp32.
 
-    ``weight`` is the embedding's where it is tied.
+    Tied embeddings are passed as ``weight``.
     """
-    if "forward" in vars(module):
+    if "forward" in vars(module):  # left out by `hidden_states`
         return None
     weight = kwargs.get("weight")
     weight = module.weight if weight is None else weight
     return (args[0].float(), *args[1:]), {**kwargs, "weight": weight.float()}
 
 
-def _hand_on(
+def _identity(
     hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
     return hidden, None

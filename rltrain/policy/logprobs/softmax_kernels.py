@@ -1,6 +1,6 @@
 """`rltrain.policy.logprobs.online_softmax` as GPU kernels, which read every logit once.
 
-Arguments and results are those of the functions of the same names there, which say what they are.
+Arguments and results are those of `online_softmax.update` and `online_softmax.backward`.
 """
 
 from collections.abc import Sequence
@@ -13,30 +13,30 @@ from torch import Tensor
 from rltrain.policy.logprobs.online_softmax import LOWEST, TINY, SoftmaxState, Weights
 
 LANES = 1024
-"""Columns of a row that a program has at once."""
+"""Columns of a row that a program holds at once."""
 
 
-def update(
+def update_by_kernel(
     state: SoftmaxState,
     logits: Tensor,
     local: Tensor,
     temperature: float,
     weights: Tensor | None = None,
 ) -> SoftmaxState:
-    """One program a row: a running softmax in each lane, put together at the end.
+    """One program per row: a running softmax in each lane, combined at the end.
 
-    For weights it reads its row again, which is then in a nearer cache.
+    To write weights, the program reads its row a second time, from a nearer cache.
     """
     rows, width = logits.shape
     assert logits.stride(1) == 1 and (weights is None or weights.is_contiguous())
-    found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    result = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
         _update[(rows,)](
-            *(each.contiguous() for each in state),
+            *(values.contiguous() for values in state),
             logits,
             local,
-            found,
-            found if weights is None else weights,
+            result,
+            result if weights is None else weights,
             rows,
             width,
             logits.stride(0),
@@ -45,11 +45,11 @@ def update(
             weights is not None,
             LANES,
         )
-    peak, total, expected, chosen = found.unbind()
+    peak, total, expected, chosen = result.unbind()
     return peak, total, expected, chosen
 
 
-def backward(
+def backward_by_kernel(
     block: Tensor | Weights,
     local: Tensor,
     softmax: Sequence[Tensor],
@@ -57,18 +57,18 @@ def backward(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A program for some columns of a row."""
+    """One program per ``LANES`` columns of a row."""
     values = block.values if isinstance(block, Weights) else block
     rows, width = values.shape
     assert values.stride(1) == 1
-    found = torch.empty(rows, width, dtype=dtype, device=values.device)
+    grad = torch.empty(rows, width, dtype=dtype, device=values.device)
     if rows and width:
         _backward[(rows, triton.cdiv(width, LANES))](
             values,
             block.peak if isinstance(block, Weights) else local,
             local,
-            *(each.contiguous() for each in (*softmax, *grads)),
-            found,
+            *(tensor.contiguous() for tensor in (*softmax, *grads)),
+            grad,
             width,
             values.stride(0),
             1 / temperature,
@@ -76,7 +76,7 @@ def backward(
             isinstance(block, Weights),
             LANES,
         )
-    return found
+    return grad
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _update(  # type: ignore[no-untyped-def]
     chosen_in,
     logits,
     local,
-    found,
+    result,
     weights,
     rows,
     width,
@@ -126,13 +126,13 @@ def _update(  # type: ignore[no-untyped-def]
     expected_before = tl.load(expected_in + row)
     total += total_before * shrunk_before
     expected += (expected_before + total_before * lower_before) * shrunk_before
-    own = tl.load(local + row)
-    is_here = (own >= 0) & (own < width)
-    chosen = tl.load(logits + own, mask=is_here, other=0.0).to(tl.float32) * scale
-    tl.store(found + row, top)
-    tl.store(found + rows + row, total)
-    tl.store(found + 2 * rows + row, expected)
-    tl.store(found + 3 * rows + row, tl.load(chosen_in + row) + chosen)
+    column = tl.load(local + row)
+    is_here = (column >= 0) & (column < width)
+    chosen = tl.load(logits + column, mask=is_here, other=0.0).to(tl.float32) * scale
+    tl.store(result + row, top)
+    tl.store(result + rows + row, total)
+    tl.store(result + 2 * rows + row, expected)
+    tl.store(result + 3 * rows + row, tl.load(chosen_in + row) + chosen)
     if HAS_WEIGHTS:
         weights += row * width
         for start in range(0, width, LANES):
@@ -145,14 +145,14 @@ def _update(  # type: ignore[no-untyped-def]
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     values,
-    own_peak,
+    block_peak,
     local,
     peak,
     log_total,
     entropy,
-    of_logprob,
-    of_entropy,
-    found,
+    grad_logprob,
+    grad_entropy,
+    grad_out,
     width,
     stride,
     scale,
@@ -165,12 +165,14 @@ def _backward(  # type: ignore[no-untyped-def]
     inside = columns < width
     value = tl.load(values + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     if ARE_WEIGHTS:
-        score = tl.log(tl.maximum(value, tiny)) + tl.load(own_peak + row)
+        score = tl.log(tl.maximum(value, tiny)) + tl.load(block_peak + row)
     else:
         score = value * scale
     log_p = score - tl.load(peak + row) - tl.load(log_total + row)
-    to_logprob = tl.load(of_logprob + row)
-    to_entropy = tl.load(of_entropy + row)
+    to_logprob = tl.load(grad_logprob + row)
+    to_entropy = tl.load(grad_entropy + row)
     grad = tl.where(columns == tl.load(local + row), to_logprob, 0.0)
     grad -= tl.exp(log_p) * (to_logprob + to_entropy * (log_p + tl.load(entropy + row)))
-    tl.store(found + row * width + columns, (grad * scale).to(found.dtype.element_ty), mask=inside)
+    tl.store(
+        grad_out + row * width + columns, (grad * scale).to(grad_out.dtype.element_ty), mask=inside
+    )
