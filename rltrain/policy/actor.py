@@ -1,6 +1,6 @@
-"""The process of a worker of policy or critic.
+"""The Ray actor of a policy or critic worker.
 
-Imports Megatron only there, and only once it can be imported.
+This module does not import Megatron: the controller's process imports it, too.
 """
 
 import logging
@@ -16,9 +16,10 @@ Role = Literal["policy", "critic"]
 
 
 class ModelActor:
-    """The Ray actor: prepares its process, then hands every call to its worker.
+    """Prepares its process, then passes every call to its worker.
 
-    Create it, then call ``start``: an error in an actor's constructor reaches nobody as it was.
+    Create it, then call ``start``. Ray does not report an error in an actor's constructor as it is,
+    so ``start`` does the work.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ModelActor:
     def start(self) -> None:
         """Join the other ranks and load the model. Collective."""
         logger.info("importing torch and Megatron")
+        # Imported here: the actor's process alone needs them, and patches come before workers.
         import torch
 
         from rltrain.patches.megatron import patch_megatron
@@ -53,9 +55,9 @@ class ModelActor:
 
         worker = {"policy": PolicyWorker, "critic": CriticWorker}[self._role]
         # A process sees the GPU of its rank and no other (controller/cluster/ray_cluster.py).
-        own = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        rank_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         logger.info("rank %d joins the other ranks and loads %s", rank, model_path)
-        self._worker = worker(config, rank, init_method, model_path, own)
+        self._worker = worker(config, rank, init_method, model_path, rank_device)
         logger.info("rank %d is ready", rank)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -63,10 +65,10 @@ class ModelActor:
 
 
 def num_threads(config: Config, device: str) -> int:
-    """Of a rank's operations on the CPU."""
+    """The threads of a rank's operations on the CPU."""
     if config.policy.threads:
         return config.policy.threads
     if device != "cpu":
-        return 1  # they are short there, and waking threads takes longer
-    # Policy and critic take turns, so each may have all cores.
+        return 1  # CPU operations are short there, and waking threads takes longer
+    # Policy and critic run alternately, so each may use all cores.
     return max(1, len(os.sched_getaffinity(0)) // config.policy.parallel.world_size)

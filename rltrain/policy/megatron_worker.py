@@ -1,4 +1,4 @@
-"""One rank of a model that learns: what the ranks of the policy and of the critic share."""
+"""One rank of a trained model: the base class of policy and critic workers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ from rltrain.weights.huggingface.stored_model import POLICY
 
 
 class MegatronWorker(ABC):
-    """A rank's place in a Megatron world, its part of the model, and a step's sequences.
+    """A rank with its mesh, its model chunks and its shard of a step's sequences.
 
-    A subclass sets ``model``, what its passes run.
+    A subclass sets ``model``, which its passes run.
     """
 
     model: ModelOnMesh
@@ -57,7 +57,7 @@ class MegatronWorker(ABC):
     ) -> None:
         """
         Args:
-            steps: trainer steps in which it is updated, if each mini-batch has a loss token
+            steps: trainer steps that update the model, if each mini-batch has a loss token
         """
         self.config = config
         self.arch = arch
@@ -101,14 +101,14 @@ class MegatronWorker(ABC):
         return chunks
 
     def place(self) -> dict[str, Any]:
-        """Which shard this rank needs, and what it runs on."""
+        """The data-parallel rank, whose shard this rank needs, and the device."""
         return {"rank": self.mesh.rank, "dp_rank": self.mesh.dp_rank, "device": str(self.device)}
 
-    # Its memory
+    # Device memory
 
     @cached_property
     def offloader(self) -> Offloader:
-        """Made at the first use, when a subclass has all its parts."""
+        """Made at the first use, once the subclass has all its parts."""
         return Offloader(self.device, self._parts())
 
     def _parts(self) -> PartTensors:
@@ -119,14 +119,14 @@ class MegatronWorker(ABC):
         }
 
     def offload(self, parts: Sequence[ModelPart]) -> None:
-        """Leave the device memory of ``parts`` to others; see `Offloader`."""
+        """Free the device memory of ``parts``; see `Offloader`."""
         self.offloader.offload(parts)
 
     def onload(self, parts: Sequence[ModelPart]) -> None:
-        """Take the device memory of ``parts`` back; see `Offloader`."""
+        """Bring ``parts`` back to the device; see `Offloader`."""
         self.offloader.onload(parts)
 
-    # A pass
+    # Passes
 
     @abstractmethod
     def begin_step(self, shard: Batch) -> None:
@@ -149,7 +149,7 @@ class MegatronWorker(ABC):
         replay: bool = False,
         recorder: Recorder | None = None,
     ) -> list[Sums]:
-        """The gradient of the planned sequences, from zero; what the objective summed."""
+        """Compute the gradient of the planned sequences. Returns the objective's sums."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -157,17 +157,17 @@ class MegatronWorker(ABC):
             self.model, self._cut(plan, shard), objective, replay=replay, recorder=recorder
         )
 
-    def _take_step(self, found: Sequence[Sums]) -> Updated | None:
-        """Update the parameters; one rank speaks for all that summed over the same tokens."""
+    def _take_step(self, sums: Sequence[Sums]) -> Updated | None:
+        """Update the parameters. Of the ranks with the same sums, one returns them."""
         lr = self.learning_rate.step()
         grad_norm = take_step(self.optimizer)
         # Each context-parallel rank has the sums of its own tokens.
         if self.mesh.tp_rank or not self.mesh.is_last_stage:
             return None
-        totals, maxima = found[0].totals, found[0].maxima
+        totals, maxima = sums[0].totals, sums[0].maxima
         return Updated(
-            totals={n: float(_stacked([s.totals for s in found], n).sum()) for n in totals},
-            maxima={n: float(_stacked([s.maxima for s in found], n).max()) for n in maxima},
+            totals={n: float(_stacked([s.totals for s in sums], n).sum()) for n in totals},
+            maxima={n: float(_stacked([s.maxima for s in sums], n).max()) for n in maxima},
             grad_norm=grad_norm,
             lr=lr,
         )
@@ -183,5 +183,5 @@ class MegatronWorker(ABC):
         checkpoint.load_model(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
 
 
-def _stacked(sums: Sequence[dict[str, Tensor]], name: str) -> Tensor:
-    return torch.stack([s[name] for s in sums])
+def _stacked(values: Sequence[dict[str, Tensor]], name: str) -> Tensor:
+    return torch.stack([v[name] for v in values])

@@ -1,7 +1,8 @@
 """A model's parameters and optimizer state in Megatron's distributed format.
 
-``fully_reshardable``: what one layout saved another one loads. The format holds pickles, so what is
-opened here must have been trusted first (`rltrain.controller.run_checkpoint`).
+The format is ``fully_reshardable``: a checkpoint of one layout can be loaded in another. It
+contains pickles, so callers check first that a checkpoint is trusted
+(`rltrain.controller.run_checkpoint`).
 """
 
 from collections.abc import Sequence
@@ -59,23 +60,23 @@ def save_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> 
 
 
 def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
-    """Read the parameters alone, of what `save_model`, `save_weights` or ``rltrain import`` wrote.
-    Collective.
+    """Read only the parameters of what `save_model`, `save_weights` or ``rltrain import`` wrote.
 
-    Values are cast to the dtype of the parameters; rows that pad the vocabulary become zero. What
-    Transformer Engine keeps besides is not read, nor a critic's head: a new model has its own.
+    Collective. Values are cast to the dtype of the parameters. Rows that pad the vocabulary become
+    zero. Two things are not read, and the model keeps its own: Transformer Engine's extra state,
+    and a critic's head.
     """
     bare = _bare(chunks)
-    own: tuple[str, ...] = ("_extra_state",)
+    not_read: tuple[str, ...] = ("_extra_state",)
     wanted = _model_states(bare, mesh)
     for number, model in enumerate(bare):
         if isinstance(getattr(model, "output_layer", None), ValueHead):
-            own = (*own, _HEAD)
+            not_read = (*not_read, _HEAD)
             del wanted[f"model{number}"][_HEAD]
     state = dist_checkpointing.load(wanted, folder)
     for number, model in enumerate(bare):
         left = model.load_state_dict(state[f"model{number}"], strict=False)
-        assert all(name.endswith(own) for name in left.missing_keys), left
+        assert all(name.endswith(not_read) for name in left.missing_keys), left
         assert not left.unexpected_keys, left
 
 
@@ -84,7 +85,7 @@ def _bare(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def _model_states(bare: Sequence[Any], mesh: Mesh) -> dict[str, Any]:
-    """The tensors of each chunk, without what Transformer Engine keeps besides."""
+    """The tensors of each chunk, without Transformer Engine's extra state."""
     metadata = sharded_metadata(mesh)
     return {
         f"model{number}": {
@@ -116,7 +117,7 @@ def _sharded_state(
 
 
 def sharded_metadata(mesh: Mesh) -> dict[str, Any]:
-    """What Megatron's modules are told when they are asked for their sharded state."""
+    """The ``metadata`` argument of ``sharded_state_dict``."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -127,7 +128,7 @@ def sharded_metadata(mesh: Mesh) -> dict[str, Any]:
 
 
 def content_metadata(mesh: Mesh) -> dict[str, Any]:
-    """The same, as far as it can be kept in a file."""
-    plain = sharded_metadata(mesh)
-    del plain["dp_cp_group"]
-    return plain
+    """`sharded_metadata` without process groups, to be written into the checkpoint."""
+    metadata = sharded_metadata(mesh)
+    del metadata["dp_cp_group"]
+    return metadata

@@ -1,8 +1,8 @@
-"""Where the memory of a learning model is: on its device, or waiting in host memory.
+"""Offloads parts of a trained model from its device to host memory, and onloads them again.
 
-A GPU that trainer and rollout engine share is held by one of them at a time. What leaves keeps its
-tensors and their views; only the storage below them is emptied and later filled again, so that
-nothing that refers to a parameter, a gradient or a master has to know.
+Trainer and rollout engine use a shared GPU alternately. An offloaded part keeps its tensors and
+their views. Only their storage is emptied, and filled again later, so references to a parameter, a
+gradient or a master weight stay valid.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,15 +17,15 @@ from torch import Tensor, UntypedStorage
 ModelPart = Literal["parameters", "gradients", "optimizer", "reference"]
 PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
 PartTensors = Mapping[ModelPart, Callable[[], Iterable[Tensor]]]
-"""Of each part that a model has, all its tensors at the time of the call: an optimizer may make its
-state at the first step."""
+"""For each part of a model, a function that returns the part's tensors at the time of the call. (An
+optimizer may create its state at the first step.)"""
 
-_ALIGNMENT = 512  # of CUDA's own allocations
+_ALIGNMENT = 512  # bytes, as CUDA aligns allocations
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A storage that is away, and where its bytes wait."""
+    """An offloaded storage, and where its bytes are in the host memory of its part."""
 
     storage: UntypedStorage
     nbytes: int
@@ -35,42 +35,41 @@ class _Block:
 class Offloader:
     """Moves parts of a model between ``device`` and host memory.
 
-    Gradients are not kept: they come back as zeros, and every accumulation starts from zero anyway.
-    All else comes back bit for bit. A storage that two parts refer to belongs to the one that
-    `PARTS` has first: in fp32 the optimizer's masters are the parameters themselves.
+    Gradients are not kept: after onload they are zeros, as at the start of every accumulation. All
+    other parts are restored bit for bit. A storage that two parts share belongs to the part that
+    comes first in `PARTS`: in fp32 the optimizer's master weights are the parameters themselves.
 
-    The host memory of a part is pinned and kept for the next time, since pinning takes longer than
-    the copy.
+    The host memory of a part is pinned and kept, because pinning takes longer than the copy.
     """
 
     def __init__(self, device: torch.device, tensors: PartTensors) -> None:
         self._device = device
         self._tensors = tensors
-        self._away: dict[ModelPart, list[_Block]] = {}
+        self._offloaded: dict[ModelPart, list[_Block]] = {}
         self._host: dict[ModelPart, Tensor] = {}
 
     def offload(self, parts: Sequence[ModelPart]) -> None:
-        """Free the device memory of ``parts``; those that are away or unknown stay as they are."""
-        for part in self._known(parts):
-            if part not in self._away:
-                self._away[part] = self._empty(part)
+        """Free the device memory of ``parts``. Skips parts that the device or the model lacks."""
+        for part in self._present(parts):
+            if part not in self._offloaded:
+                self._offloaded[part] = self._empty(part)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self, parts: Sequence[ModelPart]) -> None:
-        """Bring ``parts`` back; those that are here or unknown stay as they are."""
-        for part in self._known(parts):
-            for block in self._away.pop(part, []):
+        """Bring ``parts`` back. Skips parts that are on the device or that the model lacks."""
+        for part in self._present(parts):
+            for block in self._offloaded.pop(part, []):
                 block.storage.resize_(block.nbytes)
                 if part == "gradients":
                     _bytes_of(block.storage).zero_()
                 else:
-                    _bytes_of(block.storage).copy_(self._waiting(part, block), non_blocking=True)
+                    _bytes_of(block.storage).copy_(self._host_bytes(part, block), non_blocking=True)
         self._synchronize()
 
-    def _known(self, parts: Sequence[ModelPart]) -> list[ModelPart]:
-        if strange := sorted(set(parts) - set(PARTS)):
-            raise ValueError(f"expected parts of a model among {list(PARTS)}, found {strange}")
+    def _present(self, parts: Sequence[ModelPart]) -> list[ModelPart]:
+        if unknown := sorted(set(parts) - set(PARTS)):
+            raise ValueError(f"expected parts of a model among {list(PARTS)}, found {unknown}")
         return [part for part in PARTS if part in parts and part in self._tensors]
 
     def _empty(self, part: ModelPart) -> list[_Block]:
@@ -81,32 +80,32 @@ class Offloader:
         if part != "gradients":
             self._reserve(part, used)
             for block in blocks:
-                self._waiting(part, block).copy_(_bytes_of(block.storage), non_blocking=True)
+                self._host_bytes(part, block).copy_(_bytes_of(block.storage), non_blocking=True)
         self._synchronize()
         for block in blocks:
             block.storage.resize_(0)
         return blocks
 
     def _storages(self, part: ModelPart) -> list[UntypedStorage]:
-        """Of the part alone, on the device, each once."""
-        # A storage keeps its address when it is emptied; that of its bytes it does not.
-        before = {
+        """The storages on the device that belong to ``part``, each once."""
+        # A storage object keeps its address when it is emptied. Its bytes do not.
+        shared = {
             tensor.untyped_storage()._cdata
             for other in PARTS[: PARTS.index(part)]
             for tensor in self._tensors.get(other, tuple)()
         }
-        found = {s._cdata: s for s in (t.untyped_storage() for t in self._tensors[part]())}
+        storages = {s._cdata: s for s in (t.untyped_storage() for t in self._tensors[part]())}
         return [
             storage
-            for address, storage in found.items()
-            if address not in before and storage.nbytes() and storage.device == self._device
+            for address, storage in storages.items()
+            if address not in shared and storage.nbytes() and storage.device == self._device
         ]
 
-    def _waiting(self, part: ModelPart, block: _Block) -> Tensor:
+    def _host_bytes(self, part: ModelPart, block: _Block) -> Tensor:
         return self._host[part][block.offset : block.offset + block.nbytes]
 
     def _reserve(self, part: ModelPart, nbytes: int) -> None:
-        """Host memory for what the part holds now."""
+        """Allocate host memory for the part, unless it has some of this size."""
         held = self._host.pop(part, None)
         if held is not None and held.numel() != nbytes:
             _unpin(held, self._device)
@@ -122,9 +121,9 @@ class Offloader:
 
 
 def parameters_and_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """Parameters, frozen ones too, and buffers."""
+    """Parameters, frozen ones included, and buffers."""
     for chunk in chunks:
-        # DDP has its gradient buffers under the name of torch's ``buffers``.
+        # DDP's ``buffers`` is a list of gradient buffers, not torch's method.
         module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
         yield from module.parameters()
         yield from module.buffers()
@@ -138,9 +137,9 @@ def gradient_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """What the optimizer updates, in fp32, and Adam's two moments of it."""
+    """The fp32 parameters that the optimizer updates, and Adam's two moments of each."""
     for part in optimizer.chained_optimizers:
-        if part.optimizer is None:  # nothing of its kind is trained on this rank
+        if part.optimizer is None:  # this rank trains no parameter of its kind
             continue
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -155,7 +154,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 def _pin(host: Tensor, device: torch.device) -> None:
     """Let the device copy to and from ``host`` directly.
 
-    ``torch.empty(pin_memory=True)`` would take the next power of two.
+    ``torch.empty(pin_memory=True)`` would allocate the next power of two.
     """
     if device.type == "cuda" and host.numel():
         cuda = torch.cuda.cudart()

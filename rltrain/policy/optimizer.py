@@ -1,4 +1,4 @@
-"""Adam over Megatron's distributed optimizer, and the learning rate of every update."""
+"""Adam in Megatron's distributed optimizer, and its learning-rate schedule."""
 
 import math
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ def build_optimizer(
     *,
     total_updates: int | None = None,
 ) -> tuple[MegatronOptimizer, "LearningRate"]:
-    """AdamW whose state is sharded over data-parallel ranks, and what sets its learning rate.
+    """AdamW with its state sharded over data-parallel ranks, and its learning rate.
 
-    Norms get no weight decay. bf16 parameters have fp32 masters, made from their values now: load
-    weights first, or call ``optimizer.reload_model_params()`` after loading.
+    Norms get no weight decay. The fp32 master weights of bf16 parameters are copies made by this
+    call: load weights first, or call ``optimizer.reload_model_params()`` after loading.
 
     Args:
         chunks: wrapped in DDP, as from ``build_model``
@@ -62,21 +62,21 @@ def take_step(optimizer: MegatronOptimizer) -> float:
     Collective over all ranks.
 
     Raises:
-        FloatingPointError: the norm is not finite. Nothing has been updated then.
+        FloatingPointError: the norm is not finite. No parameter was updated.
     """
     optimizer.prepare_grads()
     norm = optimizer.get_grad_norm()
     if not math.isfinite(norm):
         raise FloatingPointError(
             f"the gradient norm is {norm}: nothing was updated. Look at the loss terms of this "
-            "step: a loss of one's own, advantages, log-probabilities that overflow"
+            "step: a custom loss, advantages, log-probabilities that overflow"
         )
     optimizer.step()
     return float(norm)
 
 
 class LearningRate:
-    """Sets the learning rate of each update; ``update`` is how many it has set."""
+    """Sets the learning rate of each update. ``update`` counts the updates so far."""
 
     def __init__(
         self, optimizer: MegatronOptimizer, config: OptimizerConfig, total_updates: int | None
@@ -89,7 +89,7 @@ class LearningRate:
         self.update = 0
 
     def step(self) -> float:
-        """Set the rates of the update that follows; returns that of all but the routers."""
+        """Set the rates of the next update. Returns the rate of all parameters but the routers."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.config, self.update, self.total_updates, peak=group["max_lr"])
         lr = lr_at(self.config, self.update, self.total_updates)
@@ -102,8 +102,8 @@ def lr_at(
 ) -> float:
     """The learning rate of update number ``update``, counted from 0.
 
-    It rises in equal parts over ``warmup_steps`` updates to ``peak`` (``config.lr``), then stays
-    there or falls to ``min_lr`` (or to ``peak``, if that is less) at ``total_updates``.
+    It rises linearly over ``warmup_steps`` updates to ``peak``, by default ``config.lr``. Then it
+    stays there, or falls to the lower of ``min_lr`` and ``peak`` at ``total_updates``.
     """
     peak = config.lr if peak is None else peak
     floor = min(config.min_lr, peak)
@@ -121,7 +121,7 @@ def _overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
     is_norm = ParamPredicate(name="norm", fn=lambda param: param.ndim == 1)
     overrides = {ParamKey(predicate=is_norm): ParamGroupOverride(wd_mult=0.0)}
     if config.router_lr is not None:
-        # Megatron tells parameter groups of a checkpoint apart by is_decoupled_lr, not by max_lr.
+        # In checkpoints Megatron distinguishes parameter groups by is_decoupled_lr, not by max_lr.
         overrides[ParamKey(name="*.mlp.router.weight")] = ParamGroupOverride(
             max_lr=config.router_lr,
             is_decoupled_lr=True,  # type: ignore[typeddict-unknown-key]
@@ -130,10 +130,10 @@ def _overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
 
 
 def _fill_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's Adam the state it would make at its first step.
+    """Give torch's Adam the state that it would create at its first step.
 
-    Megatron cannot write or read a checkpoint of an optimizer that has none. Transformer Engine's
-    Adam keeps its step elsewhere and is handled by Megatron.
+    Megatron cannot write or read a checkpoint of an optimizer without state. It handles Transformer
+    Engine's Adam, which keeps its step elsewhere.
     """
     for part in optimizer.chained_optimizers:
         if not isinstance(part.optimizer, torch.optim.AdamW):

@@ -1,6 +1,7 @@
-"""Runs a function on several ranks without Ray: each a process that has joined no world yet.
+"""Runs a function on several ranks without Ray. Each rank is a process of its own.
 
-On a CPU ranks are forked from a server that imported torch and Megatron once, which takes seconds.
+On a CPU, ranks are forked from a server that imports torch and Megatron once, since that takes
+seconds. No process group is made.
 """
 
 import multiprocessing
@@ -22,7 +23,7 @@ _POLL_S = 0.05
 
 
 class RanksFailed(RuntimeError):
-    """A rank raised, died or was too slow; the message has the traceback of the first."""
+    """A rank raised, died or was too slow. The message has the tracebacks."""
 
 
 def run_ranks(
@@ -34,19 +35,18 @@ def run_ranks(
     device: str = "cpu",
     on_poll: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Calls ``fn(rank, folder, *args)`` on every rank; results come back as files in ``folder``.
+    """Calls ``fn(rank, folder, *args)`` on every rank. Ranks return results as files in ``folder``.
 
     Args:
-        fn: a function of an importable module. It lays its own grids, with a rendezvous file in
-            ``folder`` each: see `rendezvous`
-        timeout_s: without news
-        on_poll: called again and again while the ranks run; returns whether there was news
+        fn: a function of an importable module. It calls ``init_mesh`` itself, with `rendezvous`
+        timeout_s: the longest time without news
+        on_poll: called repeatedly while the ranks run; returns whether there was news
 
     Raises:
-        RanksFailed: the others are killed then.
+        RanksFailed: a rank failed. The other ranks are killed.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What Megatron imports wakes CUDA up, and a process with a CUDA context cannot be forked.
+    # Megatron's imports initialize CUDA, and a process with a CUDA context cannot be forked.
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
         context.set_forkserver_preload(_PRELOAD)
@@ -67,7 +67,7 @@ def run_ranks(
 
 
 def rendezvous(folder: Path, name: str) -> str:
-    """The ``init_method`` of a world of its own."""
+    """The ``init_method`` of one process group; each needs its own ``name`` in ``folder``."""
     return f"file://{folder / name}.rendezvous"
 
 
@@ -95,12 +95,13 @@ def _wait(
 def _run(
     fn: Callable[..., None], rank: int, folder: Path, args: tuple[Any, ...], device: str
 ) -> None:
+    # Imported here: the parent process needs neither torch nor Megatron.
     import torch
 
     from rltrain.patches.megatron import patch_megatron
     from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
-    # Of third parties, about themselves; they would tear up what the parent prints.
+    # Warnings of these packages would interrupt what the parent prints.
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
     try:
         if device == "cpu":

@@ -1,4 +1,4 @@
-"""What policy workers are asked and answer; imported where Megatron is not."""
+"""Arguments and results of policy workers. Importable without Megatron."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,25 +15,27 @@ Plan = Sequence[Sequence[int]]  # sequence numbers of the shard, per micro-batch
 
 @dataclass(frozen=True)
 class Agreement:
-    """What native routing shares with the rollout's, over rows whose routes were captured."""
+    """How far native routing agrees with the rollout's, over rows whose routes were captured."""
 
     num_rows: int
     shared: dict[int, int]  # layer -> experts that both chose, summed over rows
-    gate_mass: dict[int, float]  # layer -> gate weight kept by what was used, summed over rows
+    gate_mass: dict[
+        int, float
+    ]  # layer -> gate weight of the experts that were used, summed over rows
     part_rows: tuple[int, ...]  # rows in each of NUM_PARTS equal parts of their sequence
     part_shared: tuple[int, ...]  # likewise experts that both chose, summed over rows and layers
-    flipped: Tensor  # bool, tokens that a differing choice can have touched  # [N]
+    flipped: Tensor  # bool, tokens that a different choice can have affected  # [N]
     first_flip: Tensor  # int64, the lowest layer in which a row differs, or NO_FLIP  # [N]
     load: dict[int, Tensor] = field(default_factory=dict)
     """layer -> response rows that the rollout sent to each expert, int64  # [E]"""
     num_judged: int = 0  # rows that `flips` are of; see `rltrain.routing.flips.judged_rows`
     flips: dict[int, LayerFlips] = field(default_factory=dict)
-    """layer -> what its router thinks of the rollout's experts, where they were compared"""
+    """layer -> how its router rates the rollout's experts, where they were compared"""
 
 
 @dataclass(frozen=True)
 class StageScored:
-    """What one pipeline stage knows of its shard."""
+    """The results of one pipeline stage for its shard."""
 
     logprobs: Tensor | None  # of the last stage  # [N]
     agreement: Agreement | None  # in the stage's layers
@@ -47,7 +49,11 @@ class Scored:
 
 @dataclass(frozen=True)
 class Updated:
-    """One optimizer update: sums to be added over the ranks that report, and what all share."""
+    """One optimizer update.
+
+    The totals of all ranks that report are to be added, the maxima to be maximized. The gradient
+    norm and the learning rate are equal on all ranks.
+    """
 
     totals: dict[str, float]
     maxima: dict[str, float]
