@@ -1,7 +1,7 @@
-"""The norm of queries or keys over all heads together, which Megatron has not.
+"""RMSNorm of queries or keys over all heads together, which Megatron does not have.
 
-Its own ``q_layernorm`` is over one head and held whole by every rank. This one is cut over the
-tensor-parallel ranks as the heads are. It is the same with and without Transformer Engine.
+Megatron's ``q_layernorm`` normalizes one head, and every rank holds all of it. This one is sharded
+over tensor-parallel ranks, as the heads are. It is the same with and without Transformer Engine.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from rltrain.weights.architecture.decoder import Architecture
 class AllHeadsNorm(torch.nn.Module):
     """RMSNorm over the ``num_heads`` heads of all tensor-parallel ranks, of size ``hidden_size``.
 
-    Its weight is that of this rank's heads, one after another.
+    ``weight`` is that of this rank's heads, one after another.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class AllHeadsNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, 1, this rank's heads, hidden_size]; the same shape."""
+        """x [tokens, 1, this rank's heads, hidden_size]. Returns the same shape."""
         flat = x.float().flatten(-2)
         squares = flat.square().sum(dim=-1, keepdim=True)
-        # Forward the ranks' sums are added up, backward the gradients that the ranks have of them.
+        # Forward adds the sums of all ranks. Backward adds the gradients of the total of all ranks.
         squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = flat * torch.rsqrt(squares / self.size + self.eps)
@@ -76,8 +76,8 @@ class AllHeadsNorm(torch.nn.Module):
 def norm_all_heads(block: TransformerBlockSubmodules, arch: Architecture) -> None:
     """Put the norms into the attention of every layer of ``block``.
 
-    ``config.qk_layernorm`` must be False: with it, Megatron adds up the gradients of everything
-    called ``q_layernorm`` or ``k_layernorm`` over the tensor-parallel ranks.
+    ``config.qk_layernorm`` must be False. If it is True, Megatron sums the gradients of all
+    parameters named ``q_layernorm`` or ``k_layernorm`` over tensor-parallel ranks.
     """
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules

@@ -1,7 +1,7 @@
-"""Asks Megatron where it keeps each parameter in a checkpoint, without a model's memory.
+"""Finds where Megatron stores each parameter in a checkpoint, without allocating the model.
 
-The model is built on one rank with no storage behind its tensors: its ``sharded_state_dict`` gives
-keys and places in the global tensors, which are the same in every layout.
+The model is built on one rank, with meta tensors. Its ``sharded_state_dict`` gives the keys and the
+offsets in the global tensors, which are the same in every layout.
 """
 
 from pathlib import Path
@@ -24,14 +24,16 @@ from rltrain.policy.ranks import rendezvous, run_ranks
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.stored_model import Chunk, StoredModel, owned_parameters
 
-_FOUND = "stored.json"
+_RESULT = "stored.json"
 
 
 def stored_model(arch: Architecture) -> StoredModel:
-    """Where the parameters of ``arch`` lie. Megatron runs in a process of its own, on the CPU."""
+    """Where the parameters of ``arch`` are stored. Runs Megatron in a CPU process of its own."""
     with TemporaryDirectory() as folder:
-        run_ranks(_describe, 1, Path(folder), arch, timeout_s=3600)  # it has 50,000 parameters, say
-        return StoredModel.from_json((Path(folder) / _FOUND).read_text())
+        run_ranks(
+            _describe, 1, Path(folder), arch, timeout_s=3600
+        )  # models may have 50,000 parameters
+        return StoredModel.from_json((Path(folder) / _RESULT).read_text())
 
 
 def _describe(rank: int, folder: Path, arch: Architecture) -> None:
@@ -45,14 +47,14 @@ def _describe(rank: int, folder: Path, arch: Architecture) -> None:
         state: dict[str, Any] = model.sharded_state_dict(metadata=sharded_metadata(mesh))
     chunks = {p.name: _chunks(p.name, state.pop(p.name)) for p in owned_parameters(arch)}
     objects = [value.unique_key for value in state.values() if isinstance(value, ShardedObject)]
-    assert len(objects) == len(state), f"no parameter is {sorted(state)[:5]}"
+    assert len(objects) == len(state), f"not parameters: {sorted(state)[:5]}"
     assert all(value.data is None for value in state.values())
-    found = StoredModel(chunks, tuple(objects), content_metadata(mesh))
-    (folder / _FOUND).write_text(found.to_json())
+    stored = StoredModel(chunks, tuple(objects), content_metadata(mesh))
+    (folder / _RESULT).write_text(stored.to_json())
 
 
 class _NoStorage(TorchFunctionMode):
-    """Every matrix is made by ``torch.empty``: here it has a shape and nothing else."""
+    """Makes ``torch.empty``, which allocates every matrix, return meta tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

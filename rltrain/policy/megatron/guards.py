@@ -1,7 +1,7 @@
-"""What Megatron would replay wrongly, or not at all, is refused before it trains.
+"""Rejects options with which Megatron would replay routes wrongly, or not at all.
 
-Read in megatron-core 0.16.1, file by file below ``megatron/core/transformer/moe``. Fields that only
-later versions have are looked for too: a version without them has nothing to refuse.
+The reasons were read in megatron-core 0.16.1, in ``megatron/core/transformer/moe``. Fields that
+only later versions have are checked, too; a version without such a field passes.
 """
 
 import logging
@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 TESTED_MEGATRON = ">=0.16.1,<0.17"
-"""Where ``get_replay_topk`` and every field below were read."""
+"""The versions in which ``get_replay_topk`` and every field below were read."""
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _GRAPHS_BESIDE_THE_ROUTER = {"attn", "mlp", "mamba"}  # mlp is a dense layer's
 class Guard:
     field: str
     breaks: Callable[[Any], bool]
-    """Whether a configuration that has the field breaks replay by it."""
+    """Whether the field of this configuration breaks replay."""
     why: str
     remedy: str = "leave it out"
 
@@ -37,7 +37,7 @@ def _balances_otherwise(config: Any) -> bool:
 
 
 def _graphs_the_router(config: Any) -> bool:
-    """An empty scope is the whole layer; ``enable_cuda_graph`` has become an implementation."""
+    """An empty scope is the whole layer. ``enable_cuda_graph`` sets ``cuda_graph_impl``."""
     scope = {getattr(part, "name", part) for part in config.cuda_graph_scope}
     return config.cuda_graph_impl != "none" and not (scope and scope <= _GRAPHS_BESIDE_THE_ROUTER)
 
@@ -80,24 +80,24 @@ GUARDS = (
         "cuda_graph_impl",
         _graphs_the_router,
         "a graph that holds the router (enable_cuda_graph and external_cuda_graph make one too) "
-        "reads the routes that lay there when it was captured and asks for no others",
+        "reads the routes that were in memory when it was captured, in every later pass",
         "leave CUDA graphs out, or give cuda_graph_scope=attn",
     ),
     Guard(
         "overlap_moe_expert_parallel_comm",
         lambda config: config.overlap_moe_expert_parallel_comm,
         "combined 1F1B runs parts of one micro-batch's forward pass between parts of another's "
-        "backward pass, where a router cannot tell whose routes it owes",
+        "backward pass, where a router cannot tell which micro-batch's routes to replay",
         "leave it out, and delay_wgrad_compute with it",
     ),
     Guard(
         "hybrid_context_parallel",
         lambda config: config.hybrid_context_parallel,
-        "its schedule spreads sequences over ranks by itself, so tokens and routes would part",
+        "its schedule moves sequences between ranks, so routes would not match their tokens",
     ),
-    # Replayed counts move the bias, rows that pad among them: no padding mask is passed, because
-    # `_apply_expert_bias` (up to 0.19.2) combines [T, E] with [T]: it raises, or where T equals E
-    # masks experts in place of tokens. A frozen bias counts too, but is moved by nothing.
+    # Megatron would update the bias from counts that include padding rows. A padding mask cannot be
+    # passed: `_apply_expert_bias` (up to 0.19.2) combines [T, E] with [T], which raises, or masks
+    # experts in place of tokens where T equals E. With a rate of 0 the counts have no effect.
     Guard(
         "moe_router_bias_update_rate",
         lambda config: config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate,
@@ -109,11 +109,11 @@ GUARDS = (
 
 
 def check_schedule(config: TransformerConfig) -> None:
-    """Refuse pipelines whose messages cross: wrong gradients, replayed or not.
+    """Reject pipelines that confuse messages and so compute wrong gradients, replayed or not.
 
     Raises:
-        ValueError: interleaved stages with batched sends. At two stages both neighbours are one
-            rank, and each forward message is taken for a backward one.
+        ValueError: interleaved stages with batched sends. With two stages, both neighbours are the
+            same rank, and it takes a forward message for a backward one.
     """
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks > 1 and config.batch_p2p_comm:
@@ -125,11 +125,11 @@ def check_schedule(config: TransformerConfig) -> None:
 
 
 def check_replay_options(config: TransformerConfig, megatron_version: str) -> None:
-    """Refuse what breaks replay; warn of losses that are computed from native routing.
+    """Reject options that break replay, and warn of losses that use native routing.
 
     Raises:
-        ValueError: every field that breaks replay, why and what to do; or a Megatron version that
-            was not read.
+        ValueError: a field breaks replay; the message names all such fields, why and what to do. Or
+            the Megatron version is not a tested one.
     """
     if Version(megatron_version) not in SpecifierSet(TESTED_MEGATRON, prereleases=True):
         raise ValueError(
@@ -153,7 +153,7 @@ def check_replay_options(config: TransformerConfig, megatron_version: str) -> No
 
 
 def native_losses(config: TransformerConfig) -> list[str]:
-    """Router losses that are on, as ``name=coefficient``: no replay reaches them."""
+    """Router losses that are on, as ``name=coefficient``. They use native routing."""
     kinds = _listed(config.moe_router_load_balancing_type)
     coefficients = _listed(config.moe_aux_loss_coeff)
     if len(coefficients) == 1:
@@ -169,11 +169,11 @@ def native_losses(config: TransformerConfig) -> list[str]:
 
 
 def check_armed(routers: Mapping[int, TopKRouter], expected_layers: Sequence[int]) -> None:
-    """Every layer that should route has a router that asks for replayed choices, and no other.
+    """Check that exactly the expected layers have a router, and that each can replay.
 
     Args:
         routers: of one chunk, by 0-based global layer
-        expected_layers: those of the chunk's layers that have experts, by the architecture
+        expected_layers: the chunk's layers that have experts, by the architecture
 
     Raises:
         RuntimeError: layers differ, or Megatron built a router without ``RouterReplay``.

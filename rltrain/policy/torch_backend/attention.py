@@ -1,6 +1,6 @@
 """Causal attention over packed sequences in pure torch, with and without context parallelism.
 
-In the layers that have a window it is banded, and every head may have a sink.
+Layers may have a sliding window, and heads may have attention sinks.
 """
 
 from functools import partial
@@ -80,8 +80,8 @@ class TorchAttention(torch.nn.Module):
         if sum(lengths) != query.shape[0] * cp_size:
             raise ValueError(
                 f"cu_seqlens end at {sum(lengths)}, but there are {query.shape[0]} tokens on each "
-                f"of {cp_size} context-parallel ranks: every token, padding too, belongs to a "
-                "sequence"
+                f"of {cp_size} context-parallel ranks: every token, padding included, must belong "
+                "to a sequence"
             )
         attention = partial(
             packed_causal_attention,
@@ -91,7 +91,7 @@ class TorchAttention(torch.nn.Module):
         )
         if self.cp_group is None:
             return attention(query, key, value, lengths)
-        # This rank's queries read the keys of all ranks: gathered rank by rank, then put in order.
+        # This rank's queries read the keys of all ranks, which are gathered and then put in order.
         positions, order = _zigzag(packed_seq_params, self.cp_group, query.device)
         key, value = (
             gather_from_sequence_parallel_region(x, group=self.cp_group).index_select(0, order)
@@ -105,7 +105,7 @@ class TorchAttention(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """As Transformer Engine's: the sinks, which are cut over tensor ranks."""
+        """As Transformer Engine's: the sinks, sharded over tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -117,7 +117,7 @@ class TorchAttention(torch.nn.Module):
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
-    """How many tokens a token of this layer attends to, itself included; None: all before it."""
+    """How many tokens a token of this layer attends to, itself included. None: no limit."""
     size, layers = config.window_size, config.window_attn_skip_freq
     if not is_layer_window_attention(size, layers, layer_number):
         return None
@@ -126,7 +126,7 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def _lengths(packed: PackedSeqParams) -> list[int]:
-    """Sequence lengths, padding included; read once per micro-batch, not once per layer."""
+    """Sequence lengths, padding included. Read once per micro-batch, not once per layer."""
     lengths = getattr(packed, "lengths", None)
     if lengths is None:
         ends = packed.cu_seqlens_q_padded
@@ -138,24 +138,24 @@ def _lengths(packed: PackedSeqParams) -> list[int]:
 def _zigzag(
     packed: PackedSeqParams, group: Any, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where context parallelism put the tokens; computed once per micro-batch.
+    """Where context parallelism put the tokens. Computed once per micro-batch.
 
     Returns:
-        the position in its sequence of each of this rank's slots  # [t]
-        which of the slots of all ranks, rank after rank, holds each token  # [t * cp]
+        the position of each of this rank's slots in its sequence  # [t]
+        the slot of each token, where slots are counted rank after rank  # [t * cp]
     """
-    found = getattr(packed, "zigzag", None)
-    if found is None:
+    zigzag = getattr(packed, "zigzag", None)
+    if zigzag is None:
         lengths = _lengths(packed)
         by_rank = []
         for rank in range(group.size()):
             grid = TokenGrid(cp_size=group.size(), cp_rank=rank)
             by_rank.append([context_parallel_slice(torch.arange(n), grid) for n in lengths])
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        tokens = [x + start for own in by_rank for x, start in zip(own, starts, strict=True)]
+        tokens = [x + start for slots in by_rank for x, start in zip(slots, starts, strict=True)]
         positions = torch.cat(by_rank[group.rank()])
-        found = packed.zigzag = positions.to(device), torch.cat(tokens).argsort().to(device)
-    return found
+        zigzag = packed.zigzag = positions.to(device), torch.cat(tokens).argsort().to(device)
+    return zigzag
 
 
 def packed_causal_attention(
@@ -172,13 +172,13 @@ def packed_causal_attention(
     """Attention of every sequence to its own past.
 
     Args:
-        query: of every token, or of an equal share of every sequence's  # [t / cp, heads, d]
-        key, value: of every token  # [t, kv_heads, d]
-        lengths: of the sequences, in tokens
-        positions: of the queries in their sequences, None for all in order  # [t / cp]
-        scale: of the scores, None for 1 / sqrt(d)
-        window: how many tokens a query attends to, its own included; None for all before it
-        sinks: a logit of each head that every softmax has besides, with no value  # [heads]
+        query: of all tokens, or of an equal share of every sequence  # [t / cp, heads, d]
+        key, value: of all tokens  # [t, kv_heads, d]
+        lengths: tokens of each sequence
+        positions: of the queries in their sequences; None for all in order  # [t / cp]
+        scale: factor of the scores; None for 1 / sqrt(d)
+        window: how many tokens a query attends to, its own included; None for no limit
+        sinks: an additional logit of each head in every softmax, with no value  # [heads]
 
     Returns:
         [t / cp, heads * d_value]
@@ -189,13 +189,13 @@ def packed_causal_attention(
     one_call = longest**2 * count
     many_calls = sum(n**2 + _CALL_COST_IN_TOKENS**2 for n in lengths)
     if one_call > many_calls:
-        own = [None] * count if positions is None else positions.split(queries)
+        places = [None] * count if positions is None else positions.split(queries)
         parts = zip(
-            query.split(queries), key.split(lengths), value.split(lengths), own, strict=True
+            query.split(queries), key.split(lengths), value.split(lengths), places, strict=True
         )
         alone = partial(packed_causal_attention, scale=scale, window=window, sinks=sinks)
         return torch.cat([alone(q, k, v, [len(k)], p) for q, k, v, p in parts])
-    # Padding goes to the right, where the causal mask already hides it from every real token.
+    # Padding goes to the right, where the causal mask hides it from every real token.
     mask = None
     if positions is not None or (window is not None and window < longest):
         mask = _visible(positions, queries, longest, window, query.device)
@@ -244,16 +244,17 @@ def _with_sinks(
     mask: torch.Tensor | None,
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One more key, before all others and with a value of 0, which scores ``sinks`` by the scale.
+    """Add the sinks as one more key, before all others, whose value is 0.
 
-    The score comes from one more dim, which only that key has, so that attention without a mask
-    stays so and any kernel will do. A query that is to be dropped goes before the others and keeps
-    the causal mask where it is. Eight dims, of which seven are 0, keep rows aligned.
+    Its score comes from an additional dimension that only this key has. So attention that needs no
+    mask still needs none, and any kernel can compute it. A query is added before the others, to
+    keep the causal mask in place; the caller drops its result. Eight dimensions are added, seven of
+    them 0, to keep rows aligned.
 
     Args:
         q, k, v: [B, heads, positions, d]
         mask: [B or 1, 1, queries, keys]
-        sinks: [heads]
+        sinks: [heads], divided by the scale of the scores
     """
     score = sinks.view(1, -1, 1, 1).expand(*q.shape[:3], 1).to(q.dtype)
     q = F.pad(torch.cat([q, score], dim=3), (0, 7, 1, 0))
@@ -264,14 +265,14 @@ def _with_sinks(
 
 
 def _padded(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Packed rows, a row per sequence, zeros behind the shorter. [t, ...] -> [B, max, ...]"""
+    """Unpack sequences, with zeros after the shorter ones.  # [t, ...] -> [B, max, ...]"""
     rows = x.new_zeros(len(lengths) * max(lengths), *x.shape[1:])
     rows = rows.index_copy(0, _places(lengths, x.device), x)
     return rows.view(len(lengths), max(lengths), *x.shape[1:])
 
 
 def _places(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """Where each packed row lies once every sequence is as long as the longest.  # [t]"""
+    """The index of each packed row once every sequence is as long as the longest.  # [t]"""
     size = torch.tensor(lengths, device=device)
     shift = torch.arange(len(lengths), device=device) * max(lengths) - (size.cumsum(0) - size)
     return torch.arange(sum(lengths), device=device) + shift.repeat_interleave(size)

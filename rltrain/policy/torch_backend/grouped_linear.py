@@ -1,9 +1,9 @@
-"""The linear maps of all local experts as one: a launch for all of them, not one for each.
+"""The linear maps of all local experts in one kernel launch.
 
-Transformer Engine's grouped linear launches a product per expert, in three directions, and Megatron
-then adds a gradient per expert: with 128 experts the host is busy for longer than the GPU. Here the
-experts' weights lie end to end in memory, so that torch's ``grouped_mm`` and one addition do. The
-parameters, their names and their checkpoint are Transformer Engine's.
+Transformer Engine's grouped linear launches one product per expert, forward and for two gradients,
+and Megatron then adds one gradient per expert. With 128 experts the host needs longer than the GPU.
+Here the experts' weights are contiguous in memory, so torch's ``grouped_mm`` and one addition are
+enough. Parameters, their names and their checkpoint are the same as Transformer Engine's.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,21 +23,21 @@ from megatron.core.utils import divide
 from torch import Tensor
 
 ALIGN_BYTES = 16
-"""What must divide the bytes of a row for ``grouped_mm``."""
+"""``grouped_mm`` needs rows whose size in bytes is a multiple of this."""
 
 
 class GroupedLinear(torch.nn.Module):
-    """One linear map per local expert, ``weight{i}`` of shape [out, in], perhaps with ``bias{i}``.
+    """One linear map per local expert: ``weight{i}`` of shape [out, in], optionally ``bias{i}``.
 
-    The dispatcher has gathered what the expert needs over the expert-tensor group and will reduce
-    what it returns, so there is no communication in here.
+    It does not communicate. The dispatcher gathers the inputs over the expert-tensor group before,
+    and reduces the outputs after.
     """
 
     split_axis: int
     into_main_grad = False
-    """Add the weights' gradients to Megatron's ``main_grad`` in one go. No hook runs then."""
+    """Whether to add all weights' gradients to Megatron's ``main_grad`` at once, without hooks."""
     announce: Callable[[Tensor], Any] | None = None
-    """Called for each weight whose gradient was added, in place of a hook that DDP waits for."""
+    """Called for each weight after its gradient was added, in place of the hook of DDP."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class GroupedLinear(torch.nn.Module):
         self._register_load_state_dict_pre_hook(self._drop_extra_states)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """x [tokens, in], sorted by expert; m_splits: how many are each expert's.
+        """x [tokens, in], sorted by expert; m_splits: the number of tokens of each expert.
 
-        Returns [tokens, out], and the biases where it is for the caller to add them.
+        Returns [tokens, out], and the biases if the caller is to add them.
         """
-        biases = self._each("bias") if self.with_bias else None
-        if not is_aligned(self._each("weight")[0].shape, x.dtype):
+        biases = self._parameters_of("bias") if self.with_bias else None
+        if not is_aligned(self._parameters_of("weight")[0].shape, x.dtype):
             out = self._one_by_one(x, m_splits)
         else:
             counts = torch.tensor(m_splits, dtype=torch.int32).to(x.device, non_blocking=True)
@@ -90,21 +90,21 @@ class GroupedLinear(torch.nn.Module):
         return out, biases if self.skip_bias_add else None
 
     def _at_once(self, x: Tensor, ends: Tensor) -> Tensor:
-        weights = self._each("weight")
+        weights = self._parameters_of("weight")
         if not (self.into_main_grad and torch.is_grad_enabled() and weights[0].requires_grad):
             return _Grouped.apply(x, ends, None, *weights)
-        assert x.requires_grad, "the gradient of an expert comes with that of its input"
+        assert x.requires_grad, "experts get a gradient only if their input does"
         return _Grouped.apply(x, ends, self)
 
     def _one_by_one(self, x: Tensor, m_splits: list[int]) -> Tensor:
-        parts = zip(x.split(m_splits), self._each("weight"), strict=True)
+        parts = zip(x.split(m_splits), self._parameters_of("weight"), strict=True)
         return torch.cat([F.linear(part, weight) for part, weight in parts])
 
-    def _each(self, name: str) -> list[Tensor]:
+    def _parameters_of(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{name}{i}") for i in range(self.num_gemms)]
 
     def get_extra_state(self) -> None:
-        """Transformer Engine keeps FP8 state here; the key stays, so checkpoints are the same."""
+        """Empty. Transformer Engine keeps FP8 state here, and checkpoints have the key."""
 
     def set_extra_state(self, state: Any) -> None: ...
 
@@ -125,14 +125,14 @@ class GroupedLinear(torch.nn.Module):
         num_experts = self.groups.ep.size() * self.num_gemms
         result: ShardedStateDict = {}
         names = ["weight", "bias"] if self.with_bias else ["weight"]
-        cut = names if self.split_axis == 0 else ["weight"]
+        split_names = names if self.split_axis == 0 else ["weight"]
         for i in range(self.num_gemms):
             expert = self.groups.ep.rank() * self.num_gemms + i
-            own = {f"{i}.{name}": getattr(self, f"{name}{i}") for name in names}
+            values = {f"{i}.{name}": getattr(self, f"{name}{i}") for name in names}
             tensors = make_sharded_tensors_for_checkpoint(
-                {**own, f"{i}._extra_state": None},
+                {**values, f"{i}._extra_state": None},
                 "",
-                {f"{i}.{name}": self.split_axis for name in cut},
+                {f"{i}.{name}": self.split_axis for name in split_names},
                 (*sharded_offsets, (len(sharded_offsets), expert, num_experts)),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
@@ -155,20 +155,20 @@ class RowGroupedLinear(GroupedLinear):
 
 
 def is_aligned(sizes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether rows of so many numbers are what ``grouped_mm`` takes."""
+    """Whether ``grouped_mm`` takes rows of these sizes."""
     return all(size * dtype.itemsize % ALIGN_BYTES == 0 for size in sizes)
 
 
-def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one, ``[len(tensors), ...]``: a view where they lie so in memory."""
+def stack_or_view(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors of one shape, ``[len(tensors), ...]``: as a view if they are contiguous."""
     first = tensors[0]
     step = first.numel() * first.element_size()
     start, storage = first.data_ptr(), first.untyped_storage()
-    lies_so = first.is_contiguous() and all(
+    contiguous = first.is_contiguous() and all(
         tensor.data_ptr() == start + i * step for i, tensor in enumerate(tensors)
     )
-    # Neighbours of two storages are no tensor.
-    if not lies_so or start + len(tensors) * step > storage.data_ptr() + storage.nbytes():
+    # Two storages can be neighbours, but a view cannot span them.
+    if not contiguous or start + len(tensors) * step > storage.data_ptr() + storage.nbytes():
         return torch.stack([tensor.detach() for tensor in tensors])
     shape = (len(tensors), *first.shape)
     return first.detach().as_strided(shape, (first.numel(), *first.stride()))
@@ -185,12 +185,12 @@ class _Grouped(torch.autograd.Function):
         Args:
             x: sorted by expert  # [T, in]
             ends: where each expert's rows end, int32  # [E]
-            module: whose weights' gradients go to their ``main_grad``, in place of ``weights``
+            module: in place of ``weights``: its weights' gradients are added to ``main_grad``
         """
         ctx.save_for_backward(x, ends)
         ctx.module = module
-        ctx.held = weights if module is None else module._each("weight")
-        whole = end_to_end(ctx.held)
+        ctx.held = weights if module is None else module._parameters_of("weight")
+        whole = stack_or_view(ctx.held)
         if len(x) == 0:
             return x.new_empty(0, whole.shape[1])
         return F.grouped_mm(x, whole.transpose(1, 2), offs=ends)
@@ -199,7 +199,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
-        whole = end_to_end(ctx.held)
+        whole = stack_or_view(ctx.held)
         to_x = F.grouped_mm(grad, whole, offs=ends) if len(x) else torch.zeros_like(x)
         if not ctx.held[0].requires_grad:
             assert ctx.module is None
@@ -216,8 +216,8 @@ class _Grouped(torch.autograd.Function):
 
 def _add_to_main_grads(weights: Sequence[Any], gradients: Tensor) -> None:
     sums = [weight.main_grad for weight in weights]
-    together = end_to_end(sums)
-    if together.data_ptr() == sums[0].data_ptr():
-        together.add_(gradients)
+    stacked = stack_or_view(sums)
+    if stacked.data_ptr() == sums[0].data_ptr():
+        stacked.add_(gradients)
     else:
         torch._foreach_add_(sums, list(gradients.to(sums[0].dtype).unbind(0)))

@@ -1,6 +1,6 @@
 """Multi-head latent attention in pure torch.
 
-Megatron's own class needs of Transformer Engine one linear layer, and asks for it by name.
+Megatron's class needs one linear layer of Transformer Engine, which it refers to by name.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TorchDuplicatedLinear(torch.nn.Module):
-    """A linear map that every tensor-parallel rank holds whole and applies to its own tokens."""
+    """A linear map that every tensor-parallel rank holds whole and applies to its tokens."""
 
     def __init__(
         self,
@@ -43,25 +43,25 @@ class TorchDuplicatedLinear(torch.nn.Module):
             )
         )
         init_method(self.weight)
-        # Each rank of a tensor group sees its share of the tokens, so its gradient is to be summed.
+        # Each tensor-parallel rank sees its share of the tokens, so Megatron must sum gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.linear(x, self.weight), None
 
     def get_extra_state(self) -> None:
-        """Transformer Engine keeps FP8 state here; the key stays, so checkpoints are the same."""
+        """Empty. Transformer Engine keeps FP8 state here, and checkpoints have the key."""
 
     def set_extra_state(self, state: Any) -> None: ...
 
 
 class TorchMLASelfAttention(MLASelfAttention):
-    """Megatron's, with `TorchDuplicatedLinear` where it wants Transformer Engine's ``TELinear``."""
+    """Megatron's class with `TorchDuplicatedLinear` in place of ``TELinear``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         theirs = multi_latent_attention.TELinear
         try:
-            # It looks for this very class, among others, to know how a projection is called.
+            # Megatron compares with this class to know how to call a projection.
             multi_latent_attention.TELinear = TorchDuplicatedLinear
             super().__init__(*args, **kwargs)
         finally:

@@ -1,8 +1,8 @@
 """Transformer layers in pure torch under Transformer Engine's parameter names.
 
-Megatron-core asks a ``BackendSpecProvider`` for its building blocks. This one needs no Transformer
-Engine, reads packed sequences, and names every parameter as Transformer Engine's blocks do, so that
-checkpoints and weight maps are the same with and without it.
+Megatron-core gets its building blocks from a ``BackendSpecProvider``. This one needs no Transformer
+Engine and reads packed sequences. Parameters have the names of Transformer Engine's blocks, so
+checkpoints and weight rules are the same with and without it.
 """
 
 from typing import Any
@@ -29,13 +29,13 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(
         torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
     )
-    # Each rank of a tensor group sees its share of the tokens, so its gradient is to be summed.
+    # Each tensor-parallel rank sees its share of the tokens, so Megatron must sum gradients.
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 
 
 class TorchNorm(torch.nn.Module):
-    """RMSNorm; Megatron's own torch norm refuses sequence parallelism."""
+    """RMSNorm. Megatron's own torch norm refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -48,11 +48,11 @@ class TorchNorm(torch.nn.Module):
 
 
 class TorchNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm, then a column-parallel linear, as one module like Transformer Engine's."""
+    """RMSNorm and a column-parallel linear in one module, as in Transformer Engine."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
-        # Not a submodule: that would change the parameter's name.
+        # A submodule would change the parameter's name.
         self.layer_norm_weight = _norm_weight(self.config, input_size)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -62,7 +62,7 @@ class TorchNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Which class plays which part."""
+    """The classes of the torch backend."""
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear
@@ -98,9 +98,9 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 def torch_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's own decoder block for Transformer Engine, with the torch parts in it.
+    """Megatron's decoder block for Transformer Engine, built from the torch classes.
 
-    Megatron hard-codes the provider in module globals; they are ours while it builds the spec.
+    Megatron names the provider in module globals. They are replaced while it builds the spec.
     """
     ours = {
         "TESpecProvider": TorchSpecProvider,

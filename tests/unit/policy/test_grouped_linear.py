@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.policy.torch_backend.grouped_linear import _Grouped, end_to_end
+from rltrain.policy.torch_backend.grouped_linear import _Grouped, stack_or_view
 
 OUT, IN = 8, 4  # rows of 16 bytes and more, in fp32
 
@@ -59,7 +59,7 @@ def test_gradients_are_added_to_what_main_grad_holds(apart: bool) -> None:
     for weight, part in zip(weights, buffer, strict=True):
         weight.main_grad = part.clone() if apart else part  # type: ignore[attr-defined]
     announced: list[Tensor] = []
-    held: Any = SimpleNamespace(_each=lambda name: weights, announce=announced.append)
+    held: Any = SimpleNamespace(_parameters_of=lambda name: weights, announce=announced.append)
     for _ in range(2):  # two micro-batches
         _Grouped.apply(x, ends, held).backward(grad)
     assert [id(weight) for weight in announced] == [id(weight) for weight in weights] * 2
@@ -72,11 +72,11 @@ def test_gradients_are_added_to_what_main_grad_holds(apart: bool) -> None:
 
 def test_a_view_where_tensors_lie_end_to_end_and_a_copy_elsewhere() -> None:
     whole = torch.randn(3, OUT, IN)
-    together = end_to_end(list(whole))
+    together = stack_or_view(list(whole))
     assert together.data_ptr() == whole.data_ptr()
     torch.testing.assert_close(together, whole)
     for tensors in (list(whole)[::-1], [w.clone() for w in whole], list(whole)[::2]):
-        found = end_to_end(tensors)
+        found = stack_or_view(tensors)
         torch.testing.assert_close(found, torch.stack(tensors))
         assert found.data_ptr() != tensors[0].data_ptr()
 
@@ -89,4 +89,4 @@ def test_neighbours_of_two_storages_are_copied() -> None:
     ]
     assert halves[1].data_ptr() - halves[0].data_ptr() == len(memory) // 2
     halves[1].fill_(1.0)
-    torch.testing.assert_close(end_to_end(halves), torch.stack(halves))
+    torch.testing.assert_close(stack_or_view(halves), torch.stack(halves))

@@ -81,7 +81,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         OVERLAP | {"overlap_moe_expert_parallel_comm": True},
         "combined 1F1B",
     ),
-    ("hybrid_context_parallel", {"hybrid_context_parallel": True}, "would part"),
+    ("hybrid_context_parallel", {"hybrid_context_parallel": True}, "would not match"),
     ("moe_router_bias_update_rate", BIAS | {"moe_router_bias_update_rate": 1e-3}, "padding rows"),
 ]
 
