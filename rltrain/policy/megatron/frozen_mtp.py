@@ -1,4 +1,4 @@
-"""Multi-token prediction: its layers are held and handed on, and never run (ADR 8)."""
+"""Multi-token prediction: its layers keep their weights and never run (ADR 8)."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def frozen_mtp_block(
 ) -> MultiTokenPredictionBlock:
     """``num_layers`` layers like the decoder's last, for the chunk that has the output head.
 
-    ``config.mtp_num_layers`` must be None: with it, Megatron's model runs the layers in every
+    ``config.mtp_num_layers`` must be None. If it is set, Megatron's model runs the layers in every
     forward pass, adds their loss, and needs labels.
     """
     assert config.mtp_num_layers is None

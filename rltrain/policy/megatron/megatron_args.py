@@ -1,4 +1,4 @@
-"""What ``policy.megatron_args`` may set: what Megatron takes and rltrain does not set itself."""
+"""``policy.megatron_args``: fields that Megatron has and that rltrain does not set itself."""
 
 import dataclasses
 import difflib
@@ -16,7 +16,7 @@ MAY_CHANGE = frozenset(
         "bias_activation_fusion",
     }
 )
-"""Set by rltrain, but only so that balancing is off and kernels are fused by default."""
+"""Fields that rltrain sets as a default only: balancing is off and kernels are fused."""
 
 INSTEAD = {
     "tensor_model_parallel_size": "policy.parallel.tp",
@@ -43,7 +43,7 @@ INSTEAD = {
     "moe_layer_recompute": "policy.recompute",
     "num_microbatches_with_partial_activation_checkpoints": "policy.recompute",
 }
-"""The key to set in place of a field."""
+"""The configuration key to set in place of a field."""
 
 ALWAYS_OURS = INSTEAD.keys() | {
     "num_moe_experts",
@@ -55,39 +55,39 @@ ALWAYS_OURS = INSTEAD.keys() | {
     "account_for_loss_in_pipeline_split",
     "microbatch_group_size_per_vp_stage",
 }
-"""Fields that are left to Megatron's default in some configurations and are rltrain's in all."""
+"""Fields that users may not set, including those that rltrain leaves at Megatron's default."""
 
 
-def megatron_config(asked: Mapping[str, Any], **ours: Any) -> TransformerConfig:
-    """``ours`` and, on top, what the user asked for.
+def megatron_config(user_fields: Mapping[str, Any], **ours: Any) -> TransformerConfig:
+    """The fields ``ours``, overridden by the user's.
 
     Raises:
-        ValueError: ``asked`` names a field that Megatron lacks or that rltrain sets, or Megatron
-            refuses the whole.
+        ValueError: ``user_fields`` names a field that Megatron lacks or that rltrain sets, or
+            Megatron refuses the combination.
     """
     kind = MLATransformerConfig if ours.get("multi_latent_attention") else TransformerConfig
     known = [field.name for field in dataclasses.fields(kind) if field.init]
-    for name in asked:
+    for name in user_fields:
         _check(name, known, (ours.keys() | ALWAYS_OURS) - MAY_CHANGE)
     try:
-        return kind(**{**ours, **asked})
+        return kind(**{**ours, **user_fields})
     except (AssertionError, TypeError, ValueError) as error:
-        if not asked:
+        if not user_fields:
             raise
         raise ValueError(
-            f"policy.megatron_args={dict(asked)}: Megatron refuses it together with what rltrain "
-            f"sets: {error}"
+            f"policy.megatron_args={dict(user_fields)}: Megatron refuses it together with what "
+            f"rltrain sets: {error}"
         ) from error
 
 
-def _check(name: str, known: Collection[str], owned: Collection[str]) -> None:
+def _check(name: str, known: Collection[str], reserved: Collection[str]) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "see megatron.core's TransformerConfig"
         raise ValueError(
             f"policy.megatron_args.{name}: the installed Megatron has no such field; {hint}"
         )
-    if name in owned:
+    if name in reserved:
         remedy = (
             f"set {INSTEAD[name]}"
             if name in INSTEAD

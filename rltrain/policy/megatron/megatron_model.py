@@ -44,18 +44,18 @@ def build_model(
     ddp: bool = True,
     freeze_router: bool = False,
 ) -> list[torch.nn.Module]:
-    """The chunks of the model that live on this rank, their weights still to be loaded.
+    """This rank's chunks of the model. Their weights are still to be loaded.
 
-    Every weight but the norms' is NaN, so that one which is never loaded shows at once. Rows that
-    pad the vocabulary to a multiple of tp are zero and stay so: whoever takes a softmax masks
-    the columns from ``arch.vocab_size`` on.
+    Every weight but the norms' is NaN, so a weight that is never loaded shows at once. Rows that
+    pad the vocabulary to a multiple of tp are zero and stay zero. A softmax must mask the columns
+    from ``arch.vocab_size`` on.
 
-    With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer;
-    without, its parameters ask for no gradient (a reference model).
+    With ``ddp`` a chunk is wrapped in Megatron's DDP with buffers for the distributed optimizer.
+    Without it no parameter requires a gradient, as for a reference model.
 
     Raises:
-        ValueError: ``policy.megatron_args`` asks for what Megatron lacks, what rltrain sets itself,
-            or what would spoil training or replay.
+        ValueError: ``policy.megatron_args`` has a field that Megatron lacks, that rltrain sets
+            itself, or that would break training or replay.
     """
     config = transformer_config(arch, policy, mesh, device=device, routing_replay=routing_replay)
     check_schedule(config)
@@ -70,7 +70,7 @@ def build_model(
         elif freeze_router:
             for router in decoder_routers(chunk).values():
                 router.requires_grad_(False)
-        # A copy of the configuration per wrapper: DDP writes its bucket size into it.
+        # Each wrapper needs its own copy of the configuration, as DDP writes its bucket size there.
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
@@ -83,11 +83,11 @@ def build_model(
                 if policy.overlap_grad_reduce:
                     module.announce = partial(_gradient_is_ready, chunks[-1])
             elif hasattr(module, "fuse_wgrad_accumulation"):
-                # Transformer Engine's. Megatron's option for it asks for APEX's kernel, too, which
-                # only a head that runs within the model would call.
+                # A module of Transformer Engine. Megatron's option for this needs a kernel of APEX,
+                # too, which only a head that runs within the model would call.
                 module.fuse_wgrad_accumulation = True
     if ddp and policy.overlap_grad_reduce:
-        # All micro-batches but the last one only add to the gradient.
+        # Gradients are reduced during the last micro-batch only.
         pauses = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     return chunks
@@ -153,7 +153,7 @@ def _finish(
 def _route_layers(
     arch: Architecture, policy: PolicyConfig, mesh: Mesh, number: int
 ) -> tuple[int, ...]:
-    """The layers with a router that this chunk should have, without asking Megatron."""
+    """The layers with a router that this chunk should have, by `layer_map`."""
     pipeline = Pipeline.of(policy.parallel)
     return route_layers(pipeline, arch.num_layers, arch.moe_layers, mesh.pp_rank, number)
 
@@ -164,7 +164,7 @@ def decoder_layers(chunk: torch.nn.Module) -> list[int]:
 
 
 def decoder_routers(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
-    """The routers that a forward pass of this chunk's decoder runs, by 0-based global layer."""
+    """The routers of this chunk's decoder, by 0-based global layer."""
     layers = [layer for layer in _decoder(chunk).layers if isinstance(layer.mlp, MoELayer)]
     return {layer.layer_number - 1: layer.mlp.router for layer in layers}
 
@@ -189,8 +189,10 @@ def _block_spec(
 
 
 def groups_experts(config: TransformerConfig) -> bool:
-    """Whether experts run as one product where Transformer Engine does the rest: it alone has FP8,
-    and ``grouped_mm`` takes aligned rows only."""
+    """Whether experts use `GroupedLinear` in a model of Transformer Engine modules.
+
+    FP8 needs Transformer Engine's experts, and ``grouped_mm`` takes aligned rows only.
+    """
     if not config.num_moe_experts or config.fp8 or config.fp4:
         return False
     sizes = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
@@ -199,6 +201,7 @@ def groups_experts(config: TransformerConfig) -> bool:
 
 def _backend(policy: PolicyConfig, device: torch.device) -> BackendSpecProvider:
     if uses_transformer_engine(policy, device):
+        # Imported here: the import fails where Transformer Engine is not installed.
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
         return TESpecProvider()
@@ -214,11 +217,12 @@ def _zero_vocabulary_padding(model: GPTModel, arch: Architecture, mesh: Mesh) ->
 
 
 def _mark_experts(model: GPTModel) -> None:
-    """Experts are reduced over the ranks that hold the same experts, whatever the layout.
+    """Have the gradients of experts reduced over the ranks with the same experts, in every layout.
 
-    Megatron marks them so only for ep > 1. At ep=1, tp>1 each tensor rank sees other tokens, and
-    without the mark their gradients would never be summed. It also reads ``tensor_model_parallel``
-    as "counts in the gradient norm on every rank", which is right: no two ranks own the same shard.
+    Megatron marks experts this way only if ep > 1. At ep=1 and tp>1, tensor-parallel ranks see
+    different tokens, and without the mark Megatron would not sum their gradients. Parameters with
+    ``tensor_model_parallel`` count in the gradient norm on every rank. That is right, since no two
+    ranks own the same shard.
     """
     for name, param in model.named_parameters():
         if ".mlp.experts." in name:
@@ -227,10 +231,10 @@ def _mark_experts(model: GPTModel) -> None:
 
 
 def _mark_sinks(model: GPTModel, config: TransformerConfig) -> None:
-    """Cut over tensor ranks, and of the precision in which the rollout engine has them.
+    """Give attention sinks the rollout engine's precision, and mark them as tensor-parallel.
 
     Transformer Engine makes them in fp32 and without the mark, so the gradient norm would count
-    those of one rank only.
+    only those of one rank.
     """
     for name, param in model.named_parameters():
         if name.endswith(".core_attention.softmax_offset"):

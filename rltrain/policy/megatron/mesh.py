@@ -1,4 +1,4 @@
-"""The process grid: who this rank is. The only reader of Megatron's parallel_state."""
+"""The mesh: this rank's place in the layout. Reads Megatron's parallel_state."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ from rltrain.parallel.token_layout import TokenGrid
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the grid and this rank's place in it. ``dp`` does not count context parallelism."""
+    """Sizes of the layout and this rank's place in it. ``dp`` excludes context parallelism."""
 
     rank: int
     world_size: int
@@ -51,7 +51,7 @@ class Mesh:
 
     @property
     def token_grid(self) -> TokenGrid:
-        """This rank among those that share its data-parallel rank's tokens."""
+        """This rank's place among those that share its data-parallel rank's tokens."""
         return TokenGrid(self.tp_size, self.tp_rank, self.cp_size, self.cp_rank)
 
     @property
@@ -73,12 +73,12 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """Ranks with the same parameters and other sequences."""
+        """Ranks with the same parameters and different sequences."""
         return parallel_state.get_data_parallel_group()
 
     @property
     def dp_cp_group(self) -> dist.ProcessGroup:
-        """Ranks with the same parameters and other tokens."""
+        """Ranks with the same parameters and different tokens."""
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @property
@@ -100,9 +100,9 @@ def init_mesh(
     seed: int = 0,
     timeout_s: float = 1800.0,
 ) -> Mesh:
-    """Join the world at ``init_method`` (``file://`` or ``tcp://``) and lay the grid over it.
+    """Join the ranks at ``init_method`` (``file://`` or ``tcp://``) and form the groups.
 
-    Collective: all ``world_size`` ranks call it with the same arguments but ``rank``.
+    Collective: all ``world_size`` ranks call it, with the same arguments except ``rank``.
 
     Raises:
         ValueError: ``world_size`` is not what ``parallel`` needs.
@@ -136,9 +136,9 @@ def init_mesh(
 
 
 def destroy_mesh() -> None:
-    """Leave the world; another grid may be laid afterwards.
+    """Leave all groups. Another mesh may be formed afterwards.
 
-    On a CPU the threads of its groups end only when the last model that was built on it is gone.
+    On a CPU the threads of the groups end only when the last model that uses them is deleted.
     """
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""How fast the rotary embedding turns, as transformers computes it.
+"""Frequencies of the rotary embedding, as transformers computes them.
 
-Megatron's own scaling for Llama 3 fixes all but one of its numbers, and its YaRN is a class of its
-own that knows no given attention factor.
+Megatron's scaling for Llama 3 has only one of its parameters as an option, and its YaRN is a
+separate class that takes no explicit attention factor.
 """
 
 import math
@@ -17,10 +17,10 @@ from rltrain.weights.architecture.decoder import Architecture, Llama3Rotary, Yar
 def set_rotary(model: Any, arch: Architecture) -> None:
     """Give the rotary embedding of Megatron's ``model`` the frequencies and factor of ``arch``.
 
-    With MLA every layer has its own, which `transformer_options` sets up.
+    With MLA every layer has its own embedding, which `transformer_options` configures.
 
     Raises:
-        ValueError: a rotary embedding that is not implemented, or that a fused kernel would spoil.
+        ValueError: the fused kernel is on and does not apply the factor.
     """
     if arch.mla is None:
         model.rotary_pos_emb.inv_freq = rotary_frequencies(arch).to(torch.cuda.current_device())
@@ -28,9 +28,9 @@ def set_rotary(model: Any, arch: Architecture) -> None:
 
 
 def rotary_frequencies(arch: Architecture) -> Tensor:
-    """Radians per position of each pair of a head's dims that is turned: fp32, on CPU."""
-    turned = int(arch.head_dim * arch.rotary_fraction)
-    frequencies = 1.0 / arch.rope_theta ** (torch.arange(0, turned, 2).float() / turned)
+    """Radians per position of each rotated pair of a head's dimensions: fp32, on CPU."""
+    dims = int(arch.head_dim * arch.rotary_fraction)
+    frequencies = 1.0 / arch.rope_theta ** (torch.arange(0, dims, 2).float() / dims)
     match arch.rotary_scaling:
         case None:
             return frequencies
@@ -43,14 +43,14 @@ def rotary_frequencies(arch: Architecture) -> Tensor:
 def _set_factor(config: TransformerConfig, factor: float) -> None:
     """Let Megatron's attention multiply cos and sin by ``factor``.
 
-    It works it out for YaRN from attributes that are no fields: 0.1 * mscale * log(scaling) + 1.
+    For YaRN, Megatron computes 0.1 * mscale * log(scaling) + 1 from attributes that are not fields.
     """
     if factor == 1.0:
         return
     if config.apply_rope_fusion:
         raise ValueError(
-            "policy.megatron_args.apply_rope_fusion: the fused kernel leaves out the factor that "
-            f"the model's YaRN has, {factor}; leave it out"
+            "policy.megatron_args.apply_rope_fusion: the fused kernel leaves out the factor of the "
+            f"model's YaRN, {factor}; leave this option out"
         )
     vars(config).update(
         yarn_rotary_scaling_factor=math.e, yarn_mscale=10 * (factor - 1), yarn_mscale_all_dim=0.0
@@ -58,7 +58,7 @@ def _set_factor(config: TransformerConfig, factor: float) -> None:
 
 
 def rotary_factor(arch: Architecture) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor of cos and sin."""
     scaling = arch.rotary_scaling
     if not isinstance(scaling, Yarn):
         return 1.0
@@ -76,9 +76,9 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Rotary) -> Tensor:
-    """Few turns in the original context: slowed down by the factor. Many: left alone.
+    """Divide low frequencies by the factor, keep high ones, and interpolate in between.
 
-    In between the two are mixed, as ``_compute_llama3_parameters`` of transformers does.
+    As ``_compute_llama3_parameters`` of transformers.
     """
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -87,9 +87,10 @@ def _llama3(frequencies: Tensor, scaling: Llama3Rotary) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: Yarn, theta: float) -> Tensor:
-    """As ``_compute_yarn_parameters`` of transformers; which pairs are mixed goes by their number.
+    """Divide low frequencies by the factor, keep high ones, and interpolate by the pair's index.
 
-    Those that turn ``beta_fast`` times in the original context and more are left alone.
+    As ``_compute_yarn_parameters`` of transformers. A frequency with ``beta_fast`` or more turns in
+    the original context is kept.
     """
     dims = 2 * len(frequencies)
 

@@ -1,4 +1,4 @@
-"""Megatron's options of an architecture under a policy's settings."""
+"""Megatron's configuration for an architecture and the ``policy`` settings."""
 
 import importlib.util
 from typing import Any
@@ -63,7 +63,7 @@ def transformer_config(
 
 
 def _run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict[str, Any]:
-    """What follows from how rltrain trains, whatever the model."""
+    """Options that depend on how rltrain trains, not on the model."""
     dtype = params_dtype(policy.precision, device)
     return {
         "hidden_dropout": 0.0,
@@ -79,11 +79,11 @@ def _run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict
         "expert_model_parallel_size": mesh.ep_size,
         "expert_tensor_parallel_size": mesh.etp_size,
         "sequence_parallel": mesh.tp_size > 1,
-        # Micro-batches differ in length, and a stage has to know what it will receive.
+        # Micro-batches differ in length, and a stage must know the size of what it receives.
         "variable_seq_lengths": mesh.pp_size > 1,
-        "moe_token_dispatcher_type": policy.dispatcher,  # read for dense models, too
+        "moe_token_dispatcher_type": policy.dispatcher,  # Megatron reads it for dense models, too
         **_pipeline_options(policy.parallel),
-        # The loss function takes its denominator from outside and divides by itself.
+        # The loss function divides by itself. Its denominator is over all micro-batches.
         "calculate_per_token_loss": False,
         "finalize_model_grads_func": finalize_model_grads,
         **_recompute_options(policy),
@@ -93,14 +93,14 @@ def _run_options(policy: PolicyConfig, mesh: Mesh, device: torch.device) -> dict
 def _fused_options(
     arch: Architecture, policy: PolicyConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Kernels that do in one what is several operations else, and round less often.
+    """Fused kernels, which also round less often.
 
-    Transformer Engine's rotation knows no factor of cos and sin. It waits for nothing, where
-    Megatron's own reads the sequence lengths off the device, twice in every layer.
+    Transformer Engine's rotary kernel has no factor of cos and sin. It does not synchronize, while
+    Megatron's own code reads the sequence lengths from the device twice per layer.
     """
-    turned = arch.mla is None and rotary_factor(arch) == 1.0
+    can_fuse_rotary = arch.mla is None and rotary_factor(arch) == 1.0
     return {
-        "apply_rope_fusion": turned and uses_transformer_engine(policy, device),
+        "apply_rope_fusion": can_fuse_rotary and uses_transformer_engine(policy, device),
         "bias_activation_fusion": device.type == "cuda" and arch.swiglu_limit is None,
     }
 
@@ -108,10 +108,10 @@ def _fused_options(
 def check_backend_layout(
     arch: Architecture, parallel: ParallelConfig, transformer_engine: bool
 ) -> None:
-    """Refuse what Megatron and Transformer Engine cannot compute, or not rightly.
+    """Reject layouts that Megatron or Transformer Engine cannot compute, or not correctly.
 
     Raises:
-        ValueError: a layout that this architecture does not have, and which it has.
+        ValueError: this architecture does not support the layout. The message says what to set.
     """
     if arch.linear_bias and parallel.etp > 1:
         raise ValueError(
@@ -138,7 +138,7 @@ def _activation_options(arch: Architecture) -> dict[str, Any]:
 
 def _window_options(arch: Architecture) -> dict[str, Any]:
     return {
-        # How far to the left and to the right of itself a token looks.
+        # How many tokens before and after itself a token attends to.
         "window_size": None if arch.window is None else (arch.window - 1, 0),
         "window_attn_skip_freq": [int(i in arch.windowed_layers) for i in range(arch.num_layers)],
     }
@@ -150,8 +150,8 @@ def _pipeline_options(parallel: ParallelConfig) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
-        # Batched, the messages of two interleaved stages are paired wrongly: what goes forward is
-        # received as what comes back, and Megatron computes on it.
+        # With batched messages, two interleaved stages take forward messages for backward ones, and
+        # Megatron computes with them (see `guards.check_schedule`).
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
@@ -186,7 +186,7 @@ def _latent_attention_options(arch: Architecture, mla: MLA) -> dict[str, Any]:
 
 
 def _latent_rotary_options(scaling: Llama3Rotary | Yarn | None) -> dict[str, Any]:
-    """With MLA the rotary embedding is the attention's own, and YaRN scales its softmax, too."""
+    """With MLA the attention has its own rotary embedding, and YaRN scales its softmax, too."""
     if scaling is None:
         # Megatron's default factor, 40, is for YaRN.
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
@@ -215,7 +215,7 @@ def _expert_options(arch: Architecture) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": arch.routed_scaling,
         "moe_shared_expert_intermediate_size": arch.shared_expert_size or None,
         "moe_shared_expert_gate": arch.shared_expert_gate,
-        # Softmax over all experts, or over the chosen ones, which is what normalizing amounts to.
+        # Softmax over the chosen experts equals softmax over all, normalized over the chosen ones.
         "moe_router_pre_softmax": not arch.norm_topk_prob,
     }
 
@@ -223,11 +223,11 @@ def _expert_options(arch: Architecture) -> dict[str, Any]:
 def _routing_options(
     policy: PolicyConfig, device: torch.device, routing_replay: bool
 ) -> dict[str, Any]:
-    """As `_run_options`, of a model with experts."""
+    """As `_run_options`, for models with experts."""
     router = policy.precision.router
     return {
         "moe_router_dtype": None if router == "params" else router,
-        # Balancing belongs to pre-training: in RL it would move the policy against its objective.
+        # Balancing is for pre-training. In RL it would pull the policy away from its objective.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,

@@ -1,4 +1,4 @@
-"""The critic's output layer: one number for the prefix that ends with each slot's token."""
+"""The critic's output layer: the value of the prefix that ends with each slot's token."""
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Module):
-    """A linear map to a scalar, in the place and with the signature of `GPTModel.output_layer`.
+    """A linear map to a scalar, with the signature of `GPTModel.output_layer`, which it replaces.
 
-    Every tensor-parallel rank has all of it, and yields the values of all slots. It starts at zero,
-    so that every value is 0 before the first update, and multiplies in fp32.
+    Every tensor-parallel rank has all of it and returns the values of all slots. It multiplies in
+    fp32. Its weight starts at zero, so every value is 0 before the first update.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -19,7 +19,7 @@ class ValueHead(torch.nn.Module):
         device = torch.cuda.current_device()
         zeros = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(zeros)
-        # Each rank of a tensor group sees its share of the slots, so its gradient is to be summed.
+        # Each tensor-parallel rank sees its share of the slots, so Megatron must sum gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.sequence_parallel = config.sequence_parallel
 
@@ -33,6 +33,6 @@ class ValueHead(torch.nn.Module):
         assert weight is None, "a critic's embedding is not its head"
         values = F.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
-            # All ranks go on to compute the same loss, so each takes back its own slots' gradient.
+            # All ranks compute the same loss, so backward takes the gradient of this rank's slots.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
