@@ -185,11 +185,9 @@ def packed_causal_attention(
     """
     cp_size = len(key) // len(query)
     queries = [n // cp_size for n in lengths]
-    longest, count = max(lengths), len(lengths)
-    one_call = longest**2 * count
-    many_calls = sum(n**2 + _CALL_COST_IN_TOKENS**2 for n in lengths)
-    if one_call > many_calls:
-        places = [None] * count if positions is None else positions.split(queries)
+    longest = max(lengths)
+    if _separate_calls_are_cheaper(lengths):
+        places = [None] * len(lengths) if positions is None else positions.split(queries)
         parts = zip(
             query.split(queries), key.split(lengths), value.split(lengths), places, strict=True
         )
@@ -220,6 +218,11 @@ def packed_causal_attention(
         out = out[:, :, 1:, :size]
     place = _places(queries, query.device)
     return out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, place)
+
+
+def _separate_calls_are_cheaper(lengths: list[int]) -> bool:
+    one_call = max(lengths) ** 2 * len(lengths)
+    return one_call > sum(n**2 + _CALL_COST_IN_TOKENS**2 for n in lengths)
 
 
 def _visible(
