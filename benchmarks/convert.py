@@ -2,14 +2,14 @@
 
     python -m benchmarks.convert [folder=DIR] [name=value ...]     fields of `Size`
 
-Makes a Hugging Face folder of a Qwen3-MoE's shape with random bf16 weights, then, some rounds in
-turn, copies it with ``cp``, imports it, and exports what was imported. All three find their source
-in the page cache and are timed until their bytes are on the disk: ``cp`` with a ``sync`` of its
-files behind it; the other two sync what they write. ``check`` is the part of an export that hashes
+Makes a Hugging Face folder of a Qwen3-MoE's shape with random bf16 weights. Every round copies it
+with ``cp``, imports it, and exports the import. All three find their source in the page cache.
+They are timed until their bytes are on the disk: ``cp`` is followed by a ``sync`` of its files, and
+the other two sync what they write. ``check`` is the part of an export that hashes
 the checkpoint against its manifest. Megatron's start-up, the same for any model, is timed alone.
 
-Memory is that of the converting process: its anonymous pages, sampled every 2 ms, over what
-it held before it opened the source. Sampling takes time, so that is a round of its own.
+Memory is the growth of the converting process's anonymous pages after it opened the source, sampled
+every 2 ms. Sampling takes time, so it has a round of its own.
 """
 
 import json

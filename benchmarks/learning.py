@@ -1,10 +1,10 @@
 """What the tiny recipes learn, three seeds each, and what off-policy steps do to replay.
 
-    python -m benchmarks.learning list                 # NAME OVERRIDES..., a run a line
+    python -m benchmarks.learning list                 # NAME OVERRIDES..., one run per line
     python -m benchmarks.learning table FOLDER         # of run folders named NAME, as Markdown
     python -m benchmarks.learning curves FOLDER FILE   # the off-policy runs' accuracy, as SVG
 
-Each line of ``list`` is what follows ``python -m rltrain.main``; add ``trainer.output_dir=
+Put each line of ``list`` after ``python -m rltrain.main`` and add ``trainer.output_dir=
 FOLDER/NAME``. A run takes one core 2 to 4 minutes, so run as many at once as there are cores.
 """
 

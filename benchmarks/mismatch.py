@@ -1,14 +1,15 @@
-"""What routing replay is worth in bf16 on a model that has learned something, on this machine.
+"""How much routing replay lowers the mismatch in bf16, on a trained model, on this machine.
 
     python -m benchmarks.mismatch [--train-seconds 240] [--device cuda] [--out FILE] ...
 
 Trains (`benchmarks.pretrain`), exports, lets vLLM sample from held-out prompts at temperature 1 in
-a process of its own, and scores the same tokens natively and on vLLM's routes. Whatever one side's
-head rounds differently from the other's hides what routing does, so every head that the installed
-vLLM has is compared with both of the trainer's.
+a process of its own, and scores the same tokens natively and on vLLM's routes. If the heads
+of the two sides round differently, that hides the effect of routing. So every head that the
+installed vLLM has is compared with both heads of the trainer.
 
-Intervals are 95 %, of a bootstrap over responses, whose tokens depend on each other. The entropy is
-the mean of -log p of what was sampled at temperature 1, an unbiased estimate.
+Intervals are 95 %, from a bootstrap over responses, because tokens of a response are not
+independent. The entropy is the mean of -log p of what was sampled at temperature 1, an unbiased
+estimate.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Model folders to measure with: a published configuration, fewer layers, random weights.
 
-Speed asks for shapes and for how evenly tokens spread over experts, not for what the weights know.
-Random routers spread them evenly, the best case; ``skew`` makes some experts wanted more.
+Speed depends on shapes and on how evenly tokens spread over experts, not on trained weights.
+Random routers spread them evenly, the best case. ``skew`` makes some experts more popular.
 """
 
 import json

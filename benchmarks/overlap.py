@@ -4,8 +4,9 @@
         [--shapes NAME=SEQUENCESxTOKENSxMICRO_BATCHES ...]
 
 Whole updates, the optimizer's step too, of a slice of Qwen3-30B-A3B with random weights, every rank
-on random tokens of its own and with all experts (``--device cpu``: a tiny model). The two cannot be
-loaded side by side in one process, so they take turns, each loading anew, ``--turns`` times.
+on random tokens of its own and with all experts (``--device cpu``: a tiny model). The two
+cannot be loaded side by side in one process. So they alternate, ``--turns`` times, and load each
+time.
 """
 
 import argparse

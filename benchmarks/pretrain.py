@@ -1,9 +1,9 @@
 """A small mixture of experts trained for some minutes on the sources of the installed packages.
 
-What routing replay is worth does not show on random weights: near-tied random experts contribute
-alike. So this one learns to predict the bytes of Python files, with rltrain's own policy worker.
-Experts collapse in pre-training without a loss that balances them, so here that loss is on, which
-it never is in RL.
+Random weights do not show the effect of routing replay, because nearly tied random experts
+contribute alike. So this model learns to predict the bytes of Python files, with rltrain's policy
+worker. Without a balancing loss experts collapse in pre-training. So that loss is on here. In RL it
+is off.
 """
 
 import hashlib

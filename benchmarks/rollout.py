@@ -1,4 +1,4 @@
-"""Generation by the trainer against vLLM alone: in turns, on one machine, in one run.
+"""Generation by the trainer against vLLM alone: alternating, on one machine, in one run.
 
     python -m benchmarks.rollout [--out FILE] [--layers 4] [--skew 0] [--prompts 64] [--group 8]
         [--prompt-tokens 256] [--response-tokens 512] [--rounds 7] [--seeds] [name=value ...]

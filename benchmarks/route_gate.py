@@ -2,11 +2,12 @@
 
     python -m benchmarks.route_gate [--layers 4] [--shape name=SEQUENCESxLENGTHxMICRO_BATCHES] ...
 
-One worker, its own routes. The gate is what comparing adds to the pass that records what routers
-do, and the search for wide flips. The step is that pass, the native one and an update: without
-generation, rewards and weight sync, so the share is an upper bound. Both are timed in one run. On a
-CPU, processor seconds are counted: others may use it, too. The gate is the small difference of two
-long passes, so it is timed in every round, the rest of the step in every tenth.
+One worker replays its own routes. The gate's cost is the comparison in the pass that records the
+routers' choices, and the search for wide flips. The step is that pass, the native one and an
+update, without generation, rewards and weight sync. So the share is an upper bound. Both are timed
+in one run. On a CPU, processor seconds are counted, because other jobs may use the machine. The
+gate is the small difference of two long passes. So it is timed in every round, and the rest of the
+step in every tenth.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Two raylets on this machine, on loopback: an engine's process, the `RouteStore` and the controller
 (this process) on node A, the policy's ranks on node B, one pipeline stage after the other. Routes
-are made up; what carries them is the trainer's own: `store_routes`, a `Batch` of references,
+are synthetic. The code that moves them is the trainer's: `store_routes`, a `Batch` of references,
 `plan_step`, `fetch_routes`, `cut` and the targets of a micro-batch.
 
 The bound of a rank is tokens of its shard x layers of its stage x K bytes. Memory is what a process

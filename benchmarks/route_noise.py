@@ -1,11 +1,11 @@
-"""How far rounding moves a router's choice, on this machine: what the gate on routes calls noise.
+"""How far rounding moves a router's choice on this machine: the noise of the gate on routes.
 
     python -m benchmarks.route_noise [--train-seconds 120] [--quantizations none fp8] [--out FILE]
 
 Trains a small mixture of experts (`benchmarks.pretrain`), lets vLLM sample from it in bf16 and, on
-a GPU, in FP8, and replays vLLM's routes in the trainer, as a measured step of mode r3 does. Written
-are, per layer, the scale of the noise, and of each replayed row by how many scales its worst
-expert lies below the trainer's own choice; per sample and per row how often that is wide.
+a GPU, in FP8, and replays vLLM's routes in the trainer, as a measured step of mode r3 does. It
+writes, per layer, the scale of the noise and how many scales the worst expert of each replayed row
+lies below the trainer's own choice. Per sample and per row it writes how often that is wide.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m benchmarks.routes [--out FILE] [--samples 512] [--tokens 1024] [--layers 48]
         [--experts 128] [--k 8] [--pp 1] [--micro-batch-tokens 16384] [--rounds 5]
 
-Routes are made up; every hop is the trainer's own code, on one node, one after the other:
+Routes are synthetic. Every hop is the trainer's code, on one node, one after the other:
 
 - check: what `RolloutEngine` does before it lets routes in;
 - store: encoded, put together and put into the object store by `RouteStore`;

@@ -4,9 +4,9 @@
         [--group 8] [--prompt-tokens 256] [--response-tokens 512] [name=value ...]
 
 The model is a slice of Qwen3-30B-A3B with random weights; ``--layers 0`` takes the recipes' tiny
-one, random too. A random model of 151,936 tokens as good as never samples the one that ends a
-response, so all have ``--response-tokens``; the mean length is measured. Rewards are drawn by lot:
-advantages and gradients are no zeros. ``name=value`` overrides a key of +recipe=grpo_moe_r3.
+one, random too. A random model of 151,936 tokens almost never samples the one that ends a response.
+So all have ``--response-tokens``; the mean length is measured. Rewards are random, so that
+advantages and gradients are not zero. ``name=value`` overrides a key of +recipe=grpo_moe_r3.
 
 The first step, with its sampled measurements and first uses, is left out.
 """

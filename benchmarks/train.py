@@ -5,8 +5,8 @@
         [--profile FOLDER]
 
 Forward and backward passes of a slice of Qwen3-30B-A3B with random weights, in one process, without
-an optimizer step. Variants take turns in random order, all in every round, and ratios are of the
-same round. The routes that R2 and R3 replay are those the model chooses by itself, so experts have
+an optimizer step. Every round runs all variants in a random order. Ratios are of the
+same round. R2 and R3 replay the routes that the model chooses natively, so experts have
 the same loads in all variants.
 
 - bare: Megatron's own model, loss and schedule, nothing of ours (`benchmarks.bare_megatron`), with

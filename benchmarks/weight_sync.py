@@ -5,7 +5,7 @@
 
 The trainer's policy workers, rollout engine and `WeightSync`, on a slice of Qwen3-30B-A3B with
 random weights (``--layers 0``: the tiny model of the recipes). ``ipc`` has both on one GPU,
-``broadcast`` on two. In every round, in turns:
+``broadcast`` on two. Every round measures:
 
 - a sync, and then a request for one token: from the pause to the first token;
 - vLLM's own start, update and finish, fed with ready tensors on its device, then such a request;
@@ -150,7 +150,7 @@ def measure(config: Config, path: Path, rounds: int) -> list[Times]:
         say("the engine is ready")
         policy = PolicyGroup(config, str(path), placed)
         say("the policy is ready")
-        sync = TimedSync(policy, Engines([engine], LIMIT_S), carrier_of(config, placed))
+        sync = TimedSync(policy, Engines([engine], LIMIT_S), transport_of(config, placed))
         found = []
         for number in range(rounds + 1):
             found.append(one_round(sync, config, number))
@@ -158,7 +158,7 @@ def measure(config: Config, path: Path, rounds: int) -> list[Times]:
         return found[1:]
 
 
-def carrier_of(config: Config, placed: Cluster) -> Any:
+def transport_of(config: Config, placed: Cluster) -> Any:
     return choose_transport(config.rollout.weight_transfer, placed.placement)
 
 

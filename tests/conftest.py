@@ -1,4 +1,4 @@
-"""What every test starts from: a quiet machine of its own, and no network."""
+"""The environment of every test: quiet, isolated, and without a network."""
 
 import json
 import os

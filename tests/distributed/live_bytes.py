@@ -1,4 +1,4 @@
-"""Bytes of the tensors that operations make, while they live: a peak on any device."""
+"""Peak bytes of the live tensors that operations create, on any device."""
 
 import weakref
 from typing import Any

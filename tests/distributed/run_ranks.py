@@ -1,4 +1,4 @@
-"""What product code runs ranks with, for tests."""
+"""Runs ranks for tests, with the package's own code."""
 
 from collections.abc import Iterable
 

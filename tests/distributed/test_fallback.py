@@ -1,4 +1,4 @@
-"""Rows without a captured route, on a real worker: whose choice they make, and how often."""
+"""Rows without a captured route, on a real worker: how they are routed in every pass."""
 
 from pathlib import Path
 from typing import Any

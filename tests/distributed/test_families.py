@@ -1,4 +1,4 @@
-"""Every family against transformers, on one rank and on two, forward, backward, in and out."""
+"""Every family against transformers, on one rank and two: forward, backward, import, export."""
 
 import json
 from pathlib import Path

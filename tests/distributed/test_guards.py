@@ -1,4 +1,4 @@
-"""The guards stand where models are built, and what they say of Megatron's router is so."""
+"""The guards run when models are built, and their claims about Megatron's router are true."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""Every objective on the policy worker: however a mini-batch is cut, it is one number and gradient.
+"""Every objective on the policy worker: loss and gradient do not depend on how a mini-batch is cut.
 
 Four algorithms have every loss, aggregation and kind of KL between them. On one rank, the loss and
-its gradient in the log-probabilities are those of the formulas in numpy; under every other budget,
-order and layout, all that one rank computed comes again. Loss tokens lie on both sides of the
+its gradient in the log-probabilities are those of the formulas in numpy. Every other budget,
+order and layout must give the numbers of one rank. Loss tokens lie on both sides of the
 borders of context-parallel chunks, one sequence has none, and one has two tokens in all.
 
 Not exercised: NCCL, and layouts of several kinds at once, which test_policy_worker.py has.

@@ -1,6 +1,6 @@
-"""What leaves the device comes back bit for bit: two updates with every part away in between.
+"""Offload and onload keep every bit: two updates with every part offloaded in between.
 
-Run on CPU, where pinned memory and the device are one; what is emptied and filled is the same.
+Runs on CPU, where host and device memory are the same. The same storages are freed and filled.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Two steps of two updates, a checkpoint and two steps more: what a hand-written Adam makes of
-transformers' gradients, update for update.
+"""Two steps of two updates, a checkpoint and two more steps, against a hand-written Adam on
+transformers' gradients, update by update.
 
 Warm-up and a cosine lie before and behind the checkpoint, some updates are clipped and some not,
-routers have a rate of their own and norms no weight decay. A worker that resumes has other weights
-before it does, so that all it has then is from the checkpoint.
+routers have a rate of their own and norms no weight decay. A worker that resumes starts with other
+weights, so everything it has afterwards is from the checkpoint.
 
 Not exercised: bf16 and its fp32 masters, NCCL.
 """

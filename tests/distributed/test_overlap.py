@@ -1,4 +1,4 @@
-"""Gradients that are summed while the backward pass goes on are those that are summed after it."""
+"""Gradients summed during the backward pass equal gradients summed after it."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What `rltrain plan` says of a rank's memory is what Megatron and the policy worker hold."""
+"""The memory of a rank in `rltrain plan` is what Megatron and the policy worker hold."""
 
 import json
 from dataclasses import dataclass, field, replace

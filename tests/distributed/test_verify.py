@@ -1,4 +1,4 @@
-"""A short part of `rltrain verify`, and that its table can say no."""
+"""A short part of `rltrain verify`, and its table reports a failure."""
 
 from dataclasses import replace
 from pathlib import Path

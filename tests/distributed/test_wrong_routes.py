@@ -1,8 +1,8 @@
 """Well-formed routes of other rows, samples, layers or weights do not get past the first step.
 
-A real worker scores its own native routes, which are right by definition, and then the same routes
-put where an engine, a store or a trainer has put them by mistake. All are legal: distinct experts
-in range, a row a token. What is stopped by form alone is in ``tests/unit/routing``.
+A real worker scores its own native routes, which are right by definition. Then it scores the same
+routes in wrong places, as an engine, a store or a trainer would misplace them. All are well-formed:
+distinct experts in range, one row per token. Malformed routes are in ``tests/unit/routing``.
 """
 
 import json

@@ -4,7 +4,7 @@
 
 With bf16 parameters forward products are exact, and what is left is the rounding of fp32 sums;
 gradients are rounded to bf16 once more, as every gradient of the model is. With fp32 parameters
-products are rounded too, of which the entropy, a difference of larger numbers, tells most.
+products are rounded too. That affects the entropy most, which is a difference of larger numbers.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The head sizes that we allow on CPUs are those that the kernels of the installed vLLM take."""
+"""The head sizes allowed on CPUs are those that the kernels of the installed vLLM support."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Runs that must stop: at once, in a sentence that says what to do, with what they had kept."""
+"""Runs that must stop at once, with a message that says what to do, and keep their files."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Engines whose weights are stored otherwise than they hold them: first weights, then syncs.
+"""Engines whose weights are stored in another form than they use: loading, then syncs.
 
 vLLM multiplies FP8 blocks on CPUs with AMX instructions only. Here plain torch does it instead;
 the folders, the loading, the reloading and the names are vLLM's own.

@@ -1,6 +1,6 @@
 """Whole runs through the entry point: Ray, vLLM and Megatron, what they log and what they leave.
 
-Runs that do not wait for each other go two at a time: most of a small run is start-up.
+Independent runs go two at a time, because most of a small run is start-up.
 """
 
 import json

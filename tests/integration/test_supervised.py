@@ -1,4 +1,4 @@
-"""Supervised runs through the entry point: the loop that GRPO has, with other steps.
+"""Supervised runs through the entry point: the loop of GRPO with supervised steps.
 
 Not exercised: several ranks, which tests/distributed compares with one.
 """

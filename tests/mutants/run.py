@@ -9,12 +9,12 @@ A fault is a table in a ``tests/mutants/*.toml``:
     file = "rltrain/policy/optimizer.py"
     old = "self.update += 1"                     # occurs exactly once in the file
     new = "self.update += 0"                     # still valid Python
-    test = "tests/unit/policy/test_schedule.py::test_warms_up"      # or a list of such
+    test = "tests/unit/policy/test_learning_rate.py::test_X"      # or a list of such
 
-A good fault is silent and well-formed: an order, a mask, a denominator, a stale value; not a crash.
-A good test is the cheapest that notices. Every test is run without any fault first. A fault counts
-as caught when its test then fails by an assertion or a refusal. A name or attribute that Python
-does not find, a TypeError, and a test that hangs do not count.
+A good fault is silent and well-formed: an order, a mask, a denominator, a stale value. It is not a
+crash. A good test is the cheapest that notices. Every test is run without any fault first. A fault
+counts as caught when its test then fails by an assertion or a refusal. A name or attribute that
+Python does not find, a TypeError, and a test that hangs do not count.
 
 ``tests/sanity/test_mutants.py`` keeps the lists from going stale.
 """

@@ -1,4 +1,4 @@
-"""Every recipe composes, and says nothing that a choice on the command line could not change."""
+"""Every recipe composes, and the command line can override every choice of it."""
 
 import csv
 import re

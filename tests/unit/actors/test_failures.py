@@ -1,4 +1,4 @@
-"""What is said of a process that died, by what is known of it."""
+"""The message about a process that died, by what is known of it."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 """Loss, gradient and sums do not depend on how a mini-batch is cut, ordered, padded or shared out.
 
-On tensors: what a rank would do with its slots is done here slot by slot, and added up. That the
-real ranks hold these slots is for the tests of `rltrain.policy`.
+On tensors: this test does the work of every rank, slot by slot, and adds it up. The tests of
+`rltrain.policy` check that real ranks hold these slots.
 """
 
 import math

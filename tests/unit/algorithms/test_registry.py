@@ -1,4 +1,4 @@
-"""Advantages and losses are found by name, or by the path to one's own."""
+"""Advantages and losses are found by name, or by a dotted path."""
 
 import re
 from pathlib import Path

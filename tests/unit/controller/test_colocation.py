@@ -1,4 +1,4 @@
-"""Who has memory on GPUs that engines and learners share, at every moment of a run."""
+"""What is on GPUs that engines and trainer share, at every moment of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,11 +44,11 @@ class Memory:
         self.check()
 
     def check(self) -> None:
-        learners = self.there - {"weights", "kv_cache"}
+        trainer = self.there - {"weights", "kv_cache"}
         if "kv_cache" in self.there:
-            assert not learners
+            assert not trainer
         if "weights" in self.there:
-            assert learners <= {"policy parameters"}
+            assert trainer <= {"policy parameters"}
 
 
 @dataclass
@@ -70,22 +70,22 @@ def colocation(memory: Memory, *names: str, colocated: bool) -> Colocation:
     return Colocation(colocated, *groups)
 
 
-def learners(*names: str) -> set[str]:
+def trainer_parts(*names: str) -> set[str]:
     return {f"{name} {part}" for name in names for part in PARTS}
 
 
 @pytest.mark.parametrize("has_critic", [False, True])
-def test_learners_and_engines_are_never_there_at_once(has_critic: bool) -> None:
+def test_trainer_and_engines_are_never_there_at_once(has_critic: bool) -> None:
     names = ("policy", "critic") if has_critic else ("policy",)
-    memory = Memory(learners(*names))
+    memory = Memory(trainer_parts(*names))
     taken = colocation(memory, *names, colocated=True)
     engines = {"weights", "kv_cache"}
 
     timer = StepTimer()
-    syncs = [True, False, True]  # the first at the start, when the engines have slept from it
+    syncs = [True, False, True]  # the first one at the start, with sleeping engines
     for will_sync, will_sync_next in zip(syncs, [*syncs[1:], False], strict=True):
         if will_sync:
-            assert not memory.kept  # by now they know better than to keep old weights
+            assert not memory.kept  # a sync follows, so old weights are not kept
             with taken.weight_sync(timer):
                 assert memory.there == {"policy parameters", "weights"}
         else:
@@ -93,7 +93,7 @@ def test_learners_and_engines_are_never_there_at_once(has_critic: bool) -> None:
             assert "weights" in memory.kept
         assert memory.there == engines
         taken.to_training(timer, will_sync=will_sync_next)
-        assert memory.there == learners(*names)
+        assert memory.there == trainer_parts(*names)
     taken.to_engines(timer)
     phases = {"engine_sleep", "onload", "offload", "engine_wake", "weight_sync", "other", "step"}
     assert timer.metrics().keys() == {f"time/{phase}" for phase in phases}

@@ -1,4 +1,4 @@
-"""What the controller makes of the answers of many workers, without any."""
+"""How the controller combines the answers of many workers. No worker runs here."""
 
 from dataclasses import replace
 from typing import Any

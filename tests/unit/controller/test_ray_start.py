@@ -1,4 +1,4 @@
-"""Why Ray did not start is said in a sentence, with what to do."""
+"""The message about a failed start of Ray: the likely cause and what to do."""
 
 import socket
 

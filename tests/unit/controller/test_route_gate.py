@@ -1,4 +1,4 @@
-"""What the controller makes of wide flips: limits, numbers, and a sentence that says where."""
+"""The controller on wide flips: limits, metrics, and a message that says where they are."""
 
 import re
 from types import SimpleNamespace

@@ -1,7 +1,7 @@
 """Checkpoints: what is opened, what is kept, and what is left when writing fails.
 
-A group of workers is stood in for by one that writes and reads a small file: what Megatron writes
-is in tests/distributed and tests/integration.
+A stand-in for the group of workers writes and reads a small file. Megatron's own checkpoints are
+tested in tests/distributed and tests/integration.
 """
 
 import errno

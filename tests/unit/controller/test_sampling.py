@@ -1,7 +1,7 @@
 """Dynamic sampling on a generator that answers at once: what it keeps, and that it ends.
 
-The generator is a stand-in of a few lines for what has tests of its own (engines, rewards): here
-only rewards matter.
+The generator is a stand-in of a few lines. Engines and rewards have their own tests. Only the
+values of rewards matter here.
 """
 
 import logging

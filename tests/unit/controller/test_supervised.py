@@ -1,4 +1,4 @@
-"""The batches of supervised steps, and what the warm start takes of a run. Without workers."""
+"""The batches of supervised steps, and what the warm start takes of a run's configuration."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A second start reads what the first made: the same problems, or none of it."""
+"""A second start reads the cache of the first: the same problems, or it rebuilds them."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The table "Settings for common formats" in docs/data.md: each row, as it says, is read so."""
+"""The table "Settings for common formats" in docs/data.md: each row is read as it says."""
 
 import json
 import re

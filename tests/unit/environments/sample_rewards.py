@@ -1,4 +1,4 @@
-"""Reward functions that go well, badly and nowhere, for the worker processes of the tests."""
+"""Reward functions that succeed, fail and hang, for the worker processes of the tests."""
 
 import os
 import signal

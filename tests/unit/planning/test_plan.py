@@ -1,4 +1,4 @@
-"""``rltrain plan`` says what a run needs, what does not fit, and starts nothing."""
+"""``rltrain plan`` prints what a run needs and what does not fit, and starts nothing."""
 
 import re
 import subprocess

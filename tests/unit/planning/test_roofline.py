@@ -1,4 +1,4 @@
-"""What a card should give, against sums written out token by token."""
+"""The roofline of a card, against sums written out token by token."""
 
 import numpy as np
 import pytest

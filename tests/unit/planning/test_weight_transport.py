@@ -1,4 +1,4 @@
-"""Which way the weights take, by where the run was placed."""
+"""The transport of weights, by the placement of the run."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What cannot be replayed is refused, and the routers that the guards are about really do that."""
+"""Options that cannot replay are rejected, and the routers in question really cannot."""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Anything Megatron takes may be asked for, except what rltrain sets itself."""
+"""Every field of Megatron can be set, except those that rltrain sets itself."""
 
 from typing import Any
 

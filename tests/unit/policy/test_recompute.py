@@ -1,4 +1,4 @@
-"""Which routers the backward pass reruns, written out; the schedules are held to it elsewhere."""
+"""Which routers the backward pass reruns. Replay checks real schedules against it elsewhere."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is systematic is found at a tenth of its size, axis by axis; rounding never is."""
+"""Systematic faults are found at a tenth of their size, on every axis. Rounding never fails."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The subcommands of ``rltrain routes`` that start nothing, and what the others refuse."""
+"""The subcommands of ``rltrain routes`` that start nothing, and what the others reject."""
 
 import argparse
 import json

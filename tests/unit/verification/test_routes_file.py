@@ -1,4 +1,4 @@
-"""A file of routes is read back whole or not at all; what is in it is measured."""
+"""A file of routes is read back completely or rejected, and its content is measured."""
 
 import json
 from dataclasses import replace

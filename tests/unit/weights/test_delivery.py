@@ -1,4 +1,4 @@
-"""What a weight sync may bring: every tensor of the model once, in its form, in order."""
+"""What a weight sync must contain: every tensor of the model once, in its shape, in order."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""gpt-oss: its config.json, and experts that only ever lie in tensors of all of them."""
+"""gpt-oss: its config.json, and experts that are always stacked in one tensor."""
 
 import json
 from dataclasses import replace

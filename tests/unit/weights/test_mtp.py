@@ -1,4 +1,4 @@
-"""Which MTP layers of a checkpoint are held, and which of its tensors belong to none."""
+"""Which MTP layers of a checkpoint are held, and which tensors belong to no layer."""
 
 import json
 from dataclasses import replace
