@@ -1,4 +1,4 @@
-"""Between our requests and vLLM's: sampling parameters in, log-probabilities out."""
+"""Converts requests to vLLM's sampling parameters, and vLLM's completions to log-probabilities."""
 
 from typing import Any
 

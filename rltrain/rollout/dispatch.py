@@ -1,4 +1,4 @@
-"""Hands requests to whichever engine has room and yields results as they come."""
+"""Sends requests to the engines with the fewest, and yields results as they finish."""
 
 import math
 import time
@@ -14,18 +14,18 @@ from rltrain.actors.failures import AwaitedCall, get_all, timeout_failure
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 
 QUEUED = 2
-"""Of several engines each has at most so many times the requests it runs at once: where samples of
-unfinished groups have ended others are there to take their place, and what is left over goes to the
-engine that is done first."""
+"""An engine among several gets no further batch once it has this many times ``max_num_seqs``
+requests. Its queued requests replace samples that finish. The other batches wait for an engine with
+room."""
 POLL_S = 0.1
 ABORT_S = 30.0
 
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """Requests that an engine gets together."""
+    """Requests that are sent to an engine in one call."""
 
-    groups: Sequence[int]  # which of the step's they are
+    groups: Sequence[int]  # indices of their groups in the step
     requests: Sequence[Request]
     engine: int | None = None  # None: whichever has room
 
@@ -34,7 +34,7 @@ class RequestBatch:
 class _Running:
     call: RequestBatch
     engine: int
-    name: str  # by which the engine can abort it
+    name: str  # the engine aborts it by this name
 
 
 class Dispatcher:
@@ -42,7 +42,7 @@ class Dispatcher:
 
     Args:
         engines: handles of ``RolloutEngine`` actors
-        timeout_s: how long an engine with requests may say nothing
+        timeout_s: how long an engine with requests may take without finishing a call
     """
 
     def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
@@ -52,8 +52,8 @@ class Dispatcher:
     def run(
         self, calls: Sequence[RequestBatch], sampling: SamplingParams, step: int
     ) -> Generator[tuple[RequestBatch, list[Rollout]] | None, None, None]:
-        """Every call and its rollouts in the order in which they finish; None when none did for
-        ``POLL_S``, so that the caller may do something else. Closing the iterator aborts the rest.
+        """Every batch and its rollouts, in the order in which they finish. It yields None if none
+        finished for ``POLL_S``, so that the caller can do other work. Closing it aborts the rest.
 
         Raises:
             ActorFailed: naming the engine that raised, died or is silent.
@@ -86,7 +86,7 @@ class Dispatcher:
             self._abort(running)
 
     def _max_requests(self, calls: Sequence[RequestBatch], step: int) -> float:
-        """How many requests an engine may have before another call goes to it."""
+        """The number of requests from which on an engine gets no further batch."""
         if len(self.engines) == 1 or all(call.engine is not None for call in calls):
             return math.inf
         refs = [engine.capabilities.remote() for engine in self.engines]
@@ -97,7 +97,7 @@ class Dispatcher:
         return get_all([ref], _wait(engine, step), self._timeout_s)[0]
 
     def _abort(self, running: dict[Any, _Running]) -> None:
-        """No request is in flight afterwards, unless an engine hangs."""
+        """Abort what runs, and wait until the engines have done so or ``ABORT_S`` is over."""
         names: dict[int, list[str]] = {}
         for one in running.values():
             names.setdefault(one.engine, []).append(one.name)
@@ -112,7 +112,7 @@ def _wait(engine: int, step: int) -> AwaitedCall:
 
 
 def _place(call: RequestBatch, load: Counter[int], max_requests: float) -> int | None:
-    """The engine that is to have the call now."""
+    """The engine that gets the batch now; None if none has room."""
     if call.engine is not None:
         return call.engine
     engine = min(load, key=lambda e: (load[e], e))

@@ -127,7 +127,7 @@ class RolloutEngine:
         return self._weight_version
 
     async def devices(self) -> list[str]:
-        """Of each vLLM worker: its GPU, by a name that other processes give it too, or "cpu"."""
+        """The GPU of every vLLM worker, by UUID; "cpu" for a CPU."""
         from rltrain.weights.sync import receiver
 
         return await self._unless_dead(receiver.devices(self._engine))
@@ -162,8 +162,8 @@ class RolloutEngine:
         return self._weight_version
 
     async def sleep(self, level: Literal[1, 2]) -> None:
-        """Leave the GPU's memory to others: the KV cache is forgotten, and the weights are kept on
-        the host (1) or forgotten too (2), for a weight sync to bring new ones.
+        """Free the GPU's memory. The KV cache is dropped. The weights are kept on the host (1), or
+        dropped as well (2) where a weight sync will bring new ones.
 
         Raises:
             RuntimeError: requests are running; vLLM would abort them.
@@ -173,7 +173,7 @@ class RolloutEngine:
         await self._unless_dead(self._engine.sleep(level))
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        """Take memory for those parts again; once it has both, the engine generates."""
+        """Allocate memory for these parts again. With both, the engine can generate."""
         await self._unless_dead(self._engine.wake_up(list(parts)))
 
     async def digest(self) -> dict[str, str]:
@@ -188,7 +188,7 @@ class RolloutEngine:
         """One rollout per request, in their order; None when they were aborted.
 
         Args:
-            call: what ``abort`` knows it by, unlike any other
+            call: a unique name for ``abort``
 
         Raises:
             ValueError: naming the sample, when it is too long, a token has no row of the embedding,
@@ -226,8 +226,8 @@ class RolloutEngine:
         ]
 
     async def abort(self, calls: Sequence[str]) -> None:
-        """Have these calls of ``generate`` return None: those that run, and those still to come,
-        since Ray lets calls overtake each other."""
+        """Make these calls of ``generate`` return None, also those that have not arrived yet: Ray
+        may reorder calls."""
         self._aborted.update(calls)
         await self._engine.abort([n for call in calls for n in self._in_flight.get(call, ())])
 
@@ -274,7 +274,7 @@ class RolloutEngine:
         return completions
 
     async def _add(self, name: str, request: Request, params: Any) -> Any:
-        """Hand one request to vLLM; return what its output can be awaited from."""
+        """Send one request to vLLM; returns the object that yields its output."""
         from vllm.inputs import tokens_input
 
         return await self._engine.add_request(
@@ -287,7 +287,7 @@ class RolloutEngine:
         capture = self._spec.capture
         if capture is None or not sampling.capture_routes:
             return [None] * len(requests)
-        # Beside the event loop, which takes what is generated meanwhile.
+        # In a thread, so that the event loop can receive outputs meanwhile.
         routes = await asyncio.to_thread(
             check_routes,
             [completion.routed_experts for completion in completions],
@@ -317,20 +317,20 @@ class RolloutEngine:
         raise child_failure(f"{self._process} died", exit_codes(self._engine))
 
     def shutdown(self) -> None:
-        """Stop the engine process; the actor is of no use afterwards."""
+        """Stop the engine process. The actor cannot be used afterwards."""
         self._engine.shutdown()
 
 
 def failed_processes(error: str) -> dict[str, int] | None:
-    """Exit codes by name of the processes that vLLM says failed when they started, None where its
-    error is about something else."""
+    """Exit codes of processes that failed at start, by name, from vLLM's error message; None if the
+    error is another one."""
     if "initialization failed" not in error:
         return None
     return {name: int(code) for name, code in re.findall(r"'([^']+)': (-?\d+)", error)}
 
 
 def exit_codes(engine: Any) -> dict[str, int | None]:
-    """Of the engine's processes, as far as vLLM still has them."""
+    """Exit codes of the engine's processes that vLLM still knows, by name."""
     manager = engine.engine_core.resources.engine_manager
     return {process.name: process.exitcode for process in getattr(manager, "processes", ())}
 

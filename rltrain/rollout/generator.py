@@ -17,16 +17,16 @@ from rltrain.rollout.requests import Prompt, Request, Rollout, SamplingParams, r
 from rltrain.routing.align import last_rows
 
 REQUESTS_PER_CALL = 64
-"""Smaller groups go to an engine together: or the calls would cost more than they."""
+"""Small groups are sent in one call, to save the cost of many calls."""
 
 
 @dataclass(frozen=True)
 class ResponseGroup:
     """The responses to one prompt."""
 
-    index: int  # of the prompt among those that were given
+    index: int  # of the prompt in the sequence of problems
     rollouts: list[Rollout]
-    names: list[str]  # how an error names each of them
+    names: list[str]  # of the responses, for error messages
 
 
 class Generator:
@@ -59,13 +59,12 @@ class Generator:
     def stream(
         self, problems: Sequence[Prompt], step: int, round: int = 0, keep: int | None = None
     ) -> Iterator[ResponseGroup | None]:
-        """G responses to each problem, group by group as they finish; None when none did for a
-        moment, so that the caller may do something else meanwhile.
+        """G responses to each problem, group by group as they finish. It yields None if none has
+        finished for a moment, so that the caller can do other work.
 
         Args:
-            round: of the step's rounds of generation; a problem that comes in two of them gets
-                other samples
-            keep: end after so many groups and abort the others; None: all of them
+            round: the step's round of generation, from 0; a problem gets other samples in each
+            keep: stop after this many groups and abort the others; None: keep all
         """
         num_samples = self._sampling.num_samples
         groups = make_requests(problems, num_samples, self._run_seed, step, round=round)
@@ -95,10 +94,10 @@ class Generator:
                     return
 
     def _calls(self, groups: Sequence[Sequence[Request]], alone: bool) -> list[RequestBatch]:
-        """One to an engine, in a fixed order, where that decides what is sampled; else small ones.
+        """With ``rollout.deterministic`` one batch per engine, in fixed order; else small batches.
 
         Args:
-            alone: whether no group may wait for another to be answered
+            alone: whether every group gets a batch of its own, so that none waits for another
         """
         numbers = range(len(groups))
         if self._deterministic:
@@ -178,7 +177,7 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
 
 
 def _end_to_end(parts: Iterable[Iterable[Iterable[float]]], dtype: type) -> np.ndarray[Any, Any]:
-    """All numbers of all parts: some times faster than by way of a list."""
+    """All numbers of all parts in one array; several times faster than from a list."""
     return np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype)
 
 

@@ -1,4 +1,4 @@
-"""What an engine is started with. Pure, and imports no vLLM, so it can be read and tested alone."""
+"""The arguments that an engine is started with. Pure; imports no vLLM."""
 
 import difflib
 import json
@@ -24,7 +24,7 @@ ROUTE_SCHEDULER_VERSIONS = ">=0.26,<0.31"
 
 @dataclass(frozen=True)
 class RouteCapture:
-    """What the engine's routes look like, where they are kept, and what a bad row means."""
+    """Shape of the engine's routes, where they are stored, and what happens to malformed rows."""
 
     shape: RouteShape
     store: ActorHandle  # a RouteStore; who starts engines keeps a handle, or it dies with them
@@ -51,7 +51,7 @@ class RouteCapture:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything one rollout engine is started with."""
+    """Everything that a rollout engine needs to start."""
 
     model_path: str
     rollout: RolloutConfig
@@ -61,9 +61,9 @@ class EngineSpec:
     capture: RouteCapture | None  # None: the engine returns no routes
     trust_remote_code: bool = False
     quantization: dict[str, Any] | None = None
-    """What ``config.json`` would say of the weights as the engine holds them; None: plain."""
+    """``quantization_config`` of the weights as the engine holds them; None: not quantised."""
     sleeps: bool = False
-    """Whether the engine can leave its GPU's memory to others."""
+    """Whether the engine can sleep, which frees its GPU memory."""
 
     @property
     def seeded(self) -> bool:
@@ -84,7 +84,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
     }
     if spec.device == "cpu":
-        # All cores: training and generation take turns. Ray would leave an actor with one thread.
+        # All cores, since training and generation alternate. Ray would give an actor one thread.
         threads = max(1, len(os.sched_getaffinity(0)) // spec.rollout.num_engines)
         env |= {
             "OMP_NUM_THREADS": str(threads),
@@ -94,7 +94,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if spec.rollout.tensor_parallel == 1:
-            # vLLM's word for "run the worker inside the engine process"; it is still a process.
+            # vLLM then runs the worker inside the engine process.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     elif find_spec("flashinfer") is None:
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

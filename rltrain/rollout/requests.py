@@ -19,7 +19,7 @@ class Prompt(Protocol):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. Nothing else shapes the distribution the policy is trained on."""
+    """How responses are sampled. Nothing else affects the sampling distribution."""
 
     temperature: float
     max_tokens: int

@@ -1,17 +1,17 @@
-"""vLLM's scheduler, which reads and sends a response's routes once and not token by token.
+"""A subclass of vLLM's scheduler that sends a response's routes once instead of token by token.
 
-By itself it takes every token's routes out of a step's, in an array of their own, and hands them on
-with that token: hundreds are cut, encoded, sent and decoded in every step of the engine, though
-they are read when a response has ended. And to read the routes of a prompt once, it lists all KV
-blocks of all requests in each step. All that is work of the thread that launches the GPU's, too.
+vLLM's scheduler cuts the routes of every token out of a step's routes and sends them with the
+token. So it cuts, encodes, sends and decodes hundreds of arrays per engine step, although they are
+read only when a response has ended. It also lists all KV blocks of all requests in every step to
+read a prompt's routes once. The thread that does this also launches the GPU's work.
 
-vLLM keeps routes by KV slot, too, so they are there when a response ends, but for those of a
-request that was preempted: it loses its slots, and what it is computed again with later is not what
-its tokens were sampled with.
+vLLM keeps routes by KV slot as well, so they are available when a response ends. A preempted
+request is the exception: it loses its slots, and the routes of its later recomputation are not
+those that its tokens were sampled with. So its routes are kept when it is preempted.
 
-An engine's process makes its scheduler by `route_scheduler`, named in ``scheduler_cls``, an option
-of vLLM's whose interface may change; `rltrain.rollout.launch` says which versions this was read
-against.
+The engine process creates its scheduler with `route_scheduler`, named in ``scheduler_cls``. The
+interface of that vLLM option may change; `rltrain.rollout.launch` names the versions that this was
+read against.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def _sending_once(kind: Any) -> Any:
             self.lost_slots: dict[str, tuple[list[int], int]] = {}  # while their last step runs
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            """As vLLM's; only a request's last output has routes, and it has them all."""
+            """Like vLLM's, but only a request's last output has routes, and it has all of them."""
             routes = model_runner_output.routed_experts
             if routes is not None:
                 self.routed_experts_mgr.store_batch(routes.routing_data, routes.slot_mapping)
@@ -67,7 +67,7 @@ def _sending_once(kind: Any) -> Any:
         def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             lost = self._blocks(request.request_id), request.num_computed_tokens
             if request.num_in_flight_tokens:
-                # Until that step's routes are stored: those who take the slots store theirs later.
+                # Its slots are valid until that step's routes are stored; others write them later.
                 self.lost_slots[request.request_id] = lost
             else:
                 self.kept_routes[request.request_id] = self._rows(request.request_id, *lost)
@@ -89,15 +89,15 @@ def _sending_once(kind: Any) -> Any:
             return found
 
         def _rows(self, name: str, blocks: list[int], tokens: int) -> NDArray[Any]:
-            """A request's routes up to ``tokens``: what is kept, the rest from its ``blocks``."""
+            """A request's routes up to ``tokens``: kept ones, then those of ``blocks``."""
             kept = self.kept_routes.get(name)
             start = 0 if kept is None else len(kept)
             rows = self.routed_experts_mgr.get(blocks, tokens, token_start=start)
             return rows if kept is None else np.concatenate((kept, rows))
 
         def _forget_unsampled(self, request: Any) -> None:
-            """Of a preempted request, what no token it has was sampled with: that will be computed
-            again."""
+            """Drop kept routes that no sampled token of a preempted request depends on: they will
+            be computed again."""
             tokens = request.num_tokens - 1 if request.num_output_tokens else 0
             self.kept_routes[request.request_id] = self.kept_routes[request.request_id][:tokens]
 

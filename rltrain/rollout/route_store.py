@@ -1,8 +1,8 @@
 """The actor that owns routes in Ray's object store.
 
-An object dies with the process that put it, and an engine may be restarted while its rollouts are
-still to be trained on. Ray took ``ray.put(..., _owner=)`` away in 2.56, so the owner does the
-putting: arrays go to it in one call, references come back.
+An object is lost when the process that put it ends, and an engine may be restarted before its
+rollouts are trained on. Ray 2.56 has no ``ray.put(..., _owner=)``, so the owner puts the arrays
+itself: they are sent to it in one call, and it returns references.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from rltrain.routing.objects import pack_routes
 
 
 class _RouteStore:
-    """Owns what is put through it, until nobody refers to it any more."""
+    """Owns the objects that it puts, until no reference to them is left."""
 
     def put(self, arrays: list[RouteIds]) -> list[Any]:
         return [ray.put(array) for array in arrays]

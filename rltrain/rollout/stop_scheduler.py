@@ -1,9 +1,9 @@
 """Ends a response in vLLM's scheduler, at the token that completes a stop string.
 
-By itself vLLM looks for stop strings outside of the process that generates, and aborts a request
-there: more tokens may have been sampled meanwhile, and an aborted request has no routes. Ended
-here, a response ends as at a stop token: with its log-probabilities and all its routes, and
-without a token after the one that completed the string.
+vLLM itself detects stop strings outside the engine process and then aborts the request. More tokens
+may have been sampled meanwhile, and an aborted request has no routes. Here a response ends as at a
+stop token: with log-probabilities and all routes, and no token after the one that completed the
+string.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ def with_stop_strings(kind: Any) -> Any:
             taken, stopped = super()._update_request_with_output(
                 request, new_token_ids, *args, **kwargs
             )
-            # A stop token ends it, too, and may come before.
+            # A stop token may have ended it before.
             is_over = stopped and request.status == RequestStatus.FINISHED_STOPPED
             if stop is not None and len(taken) == count and not is_over:
                 request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, stop

@@ -1,4 +1,4 @@
-"""Where a response ends, and its text without what ended it."""
+"""Finds stop strings in a response, and its text without what ended it."""
 
 import re
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ from rltrain.data.prompts import Tokenizer
 from rltrain.rollout.requests import Rollout
 
 STOP_STRINGS = "stop_strings"
-"""The key, in the ``extra_args`` of vLLM's sampling parameters, of a request's strings."""
+"""The key of a request's stop strings in ``extra_args`` of vLLM's sampling parameters."""
 MARGIN = 4
-"""Characters: the text of tokens begins otherwise where the tokens before are left out."""
+"""Characters. Text decoded without the tokens before it may begin differently."""
 UNREAD = "\ufffd"
-"""Stands for bytes that are not a whole character, or not yet: for one or for several."""
+"""Decoders write it for one or more bytes that are no complete character."""
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token of one byte, as Llama 2, Mixtral and Gemma have them. A run of such tokens is read as a
 whole: where one byte does not fit, no character of the run is."""
 
 
 class StopStrings:
-    """Where in a response the first of some strings is complete.
+    """Finds the first stop string that is complete in a response.
 
     A response's text is that of its tokens, special ones included. No string holds U+FFFD.
     """
@@ -32,7 +32,7 @@ class StopStrings:
         self._bytes: dict[int, bool] = {}
 
     def end(self, before: Sequence[int], new: Sequence[int]) -> tuple[str | None, int]:
-        """The string that is complete first, and after how many of the new tokens; or None and 0.
+        """The string that is complete first, and the number of new tokens up to it; or None, 0.
 
         Args:
             before: the tokens so far, in which no string is complete
@@ -43,21 +43,21 @@ class StopStrings:
         return None, 0
 
     def _can_end(self, token: int) -> bool:
-        """Whether the last character of a string may come with this token."""
+        """Whether this token may contain the last character of a stop string."""
         if token not in self._may_end:
-            # Twice, because the first token of a text may lose a space.
+            # Decode it twice, because the first token of a text may lose a space.
             text = _decoded(self._tokenizer, [token, token], skip_special_tokens=False)
             self._may_end[token] = UNREAD in text or any(last in text for last in self._last)
         return self._may_end[token]
 
     def _ended(self, tokens: Sequence[int]) -> str | None:
-        """The string that the last token completes: of several the first, then the longest."""
+        """The string that the last token completes: the first one, and of those the longest."""
         text = _decoded(self._tokenizer, tokens[self._start(tokens) :], skip_special_tokens=False)
         endings = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops]
         return min((ending for ending in endings if ending[2] in text), default=(0, 0, None))[2]
 
     def _start(self, tokens: Sequence[int]) -> int:
-        """From where tokens are read, so that what the last of them completes is read whole."""
+        """The first token to decode, so that a string that the last token completes is whole."""
         start = len(tokens) - self._longest - MARGIN
         while start > 0:
             if self._is_byte(tokens[start]):
@@ -105,7 +105,7 @@ def response_texts(tokenizer: Tokenizer, rollout: Rollout) -> tuple[str, str]:
 
 
 def _decoded(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """The text exactly: some tokenizers would take out spaces before punctuation."""
+    """The exact text: some tokenizers would remove spaces before punctuation."""
     return tokenizer.decode(
         tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )

@@ -1,8 +1,8 @@
-"""Reads ``config.json`` so that no field which changes the forward pass is read past.
+"""Reads ``config.json`` and rejects every field that could change the forward pass and is not read.
 
-Every field is used by its family's reader, or stands below because it changes nothing, or must
-have the one value under which it changes nothing. Anything else is an error that names it: a
-setting that is read past would train another model than the one vLLM runs.
+A field is read by its family's reader, or is listed below as irrelevant, or must have a neutral
+value. Any other field is an error that names it: if a setting were ignored here, the policy would
+train another model than vLLM runs.
 """
 
 import json
@@ -17,8 +17,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Metadata, generation, initialization, what is for inference or for pre-training alone, and what
-# training with rltrain decides itself (dropout is off, auxiliary losses are ours).
+# Metadata, generation, initialization, inference only, pre-training only, and what rltrain decides
+# itself (no dropout, its own auxiliary losses).
 _IRRELEVANT = _names(
     "_name_or_path _commit_hash transformers_version torch_dtype dtype use_cache bos_token_id "
     "eos_token_id pad_token_id initializer_range attention_dropout output_router_logits "
@@ -26,7 +26,7 @@ _IRRELEVANT = _names(
     "attn_implementation _attn_implementation model_type architectures pretraining_tp is_decoder "
     "chunk_size_feed_forward quantization_config"
 )
-# With these values (absent is one, too) a field changes nothing, in any family.
+# A field with one of these values, or an absent field, changes nothing in any family.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -39,7 +39,7 @@ _ROTARY_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 class Fields:
-    """A parsed ``config.json``; it remembers what was read, and ``where`` stands in the errors."""
+    """A parsed ``config.json`` that remembers which fields were read. Errors name ``where``."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config = config
@@ -53,7 +53,7 @@ class Fields:
         return default if value is None else value
 
     def required(self, *names: str) -> Any:
-        """The value of the first of ``names`` that is there; they are names of one setting."""
+        """The value of the first of ``names`` that is present; they name the same setting."""
         values = [value for name in names if (value := self.get(name)) is not None]
         if not values:
             raise ValueError(f"{self.where}: field {' or '.join(names)} is missing")
@@ -91,11 +91,11 @@ class Fields:
             raise ValueError(f"{self.where}: {name}={value!r} is not supported, only {wanted}")
 
     def ignore(self, *names: str) -> None:
-        """The reader knows that these change nothing here."""
+        """Mark fields that change nothing in this family as read."""
         self._read.update(names)
 
     def refuse_unread(self, family: str) -> None:
-        """To be called last: an error for the first field that nobody accounted for."""
+        """Raise for the first field that was not read and is not neutral; call it last."""
         self._refuse_layer_types()
         for name in sorted(self.config.keys() - self._read - _IRRELEVANT):
             if name not in _NEUTRAL:
@@ -179,7 +179,7 @@ def experts(fields: Fields, *counts: str) -> dict[str, Any]:
 
 
 def normalized(fields: Fields, experts_per_token: int) -> bool:
-    """``norm_topk_prob``, which one expert per token makes senseless."""
+    """``norm_topk_prob``; it cannot be true with one expert per token."""
     norm_topk_prob = fields.flag("norm_topk_prob")
     if norm_topk_prob and experts_per_token == 1:
         raise ValueError(
@@ -213,12 +213,12 @@ def from_layer(fields: Fields, name: str) -> tuple[int, ...]:
 
 
 def heads_share_the_hidden_size(fields: Fields) -> None:
-    """vLLM does not read ``head_dim`` in the family, so it must be what follows from the others."""
+    """``head_dim`` must be hidden size / heads, since vLLM does not read it in the family."""
     fields.only("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
 
 
 def no_sliding_window(fields: Fields) -> None:
-    """Qwen's window acts only with ``use_sliding_window``."""
+    """Qwen's sliding window is used only with ``use_sliding_window``."""
     fields.only("use_sliding_window", False)
     fields.ignore("sliding_window", "max_window_layers")
 
@@ -228,8 +228,7 @@ def rotary(
 ) -> dict[str, Any]:
     """transformers 5 writes ``rope_parameters``, 4 writes ``rope_theta`` and ``rope_scaling``.
 
-    ``partial_rotary``: transformers turns a part of every head if told so. Where it would turn all
-    of it, vLLM would not.
+    ``partial_rotary``: whether the family supports a rotary embedding of a part of every head.
     """
     settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):

@@ -1,4 +1,4 @@
-"""What a family of models is: how its ``config.json`` reads and what its weights are called."""
+"""A model family: how its ``config.json`` is read, and its weight rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rltrain.weights.mapping.rules import usual_rules
 class Family:
     name: FamilyName
     classes: tuple[str, ...]
-    """Of transformers, as ``architectures`` in ``config.json`` has them."""
+    """Class names of transformers, as in ``architectures`` of ``config.json``."""
     read: Callable[[Fields], dict[str, Any]]
     """The fields of `Architecture`, family excepted."""
     rules: Callable[[Architecture], FamilyRules] = usual_rules

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder that transformers and vLLM load, from live ranks or a checkpoint."""
+"""Writes a Hugging Face folder for transformers and vLLM, from live ranks or a checkpoint."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -46,10 +46,10 @@ def write_huggingface(
 
     With ``fp8`` the matrices are in FP8 blocks, as DeepSeek-V3 is published.
 
-    Collective: every rank calls it and iterates ``tensors``, global rank 0 writes. Configuration
-    and tokenizer are copied from ``source``, the folder that the model came from. The folder is
-    written beside and renamed, so it is there whole or not at all. Rank 0 holds
-    ``max_shard_bytes`` at a time. Raises ``ValueError`` when ``path`` exists.
+    Collective: every rank calls it and iterates ``tensors``; global rank 0 writes. Configuration
+    and tokenizer are copied from ``source``, the folder that the model came from. The folder
+    appears complete or not at all. Rank 0 holds ``max_shard_bytes`` at a time. Raises
+    ``ValueError`` if ``path`` exists.
     """
     tensors = with_mtp_copies(tensors, arch)
     if fp8:
@@ -71,7 +71,7 @@ def write_safetensors(
     Raises:
         OSError: a file cannot be written: the disk is full, say.
     """
-    # Copies of their own: a view would keep the whole gathered parameter alive.
+    # Copies: a view would keep the whole gathered parameter alive.
     held = ((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
     names: list[list[str]] = []
     total = 0
@@ -92,7 +92,7 @@ def write_safetensors(
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     file.touch()
-    mode = file.stat().st_mode  # safetensors itself lets only the owner read
+    mode = file.stat().st_mode  # safetensors creates files that only the owner can read
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -134,14 +134,14 @@ def _stored_tensors(
     dtype: torch.dtype | None,
     progress: ConversionProgress,
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `sender.full_tensors` yields of a model, of a checkpoint."""
+    """The tensors of a checkpoint, as `sender.full_tensors` yields those of a model."""
 
     def pieces() -> Iterator[tuple[HfTensorSpec, Tensor]]:
         for parameter in owned_parameters(arch):
             # Buffers keep their fp32.
             kept = torch.float32 if parameter.rule.kind == "buffer" and dtype else dtype
             rows = [reader.read(chunk, kept) for chunk in stored.chunks[parameter.name]]
-            # A chunk has leading ones where Megatron keeps many parameters as one tensor.
+            # A chunk has leading dims of 1 if Megatron stores several parameters as one tensor.
             dims = len(parameter.tensors[0].shape)
             rows = [part.view(part.shape[part.ndim - dims :]) for part in rows]
             whole = rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds besides weights: configuration and tokenizer."""
+"""Configuration and tokenizer of a Hugging Face folder."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ _COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 def copy_config(
     source: Path, folder: Path, arch: Architecture, dtype: torch.dtype, *, fp8: bool = False
 ) -> None:
-    """Configuration and tokenizer of ``source``, for weights of ``arch`` in ``dtype``."""
+    """Copy configuration and tokenizer of ``source``, for weights of ``arch`` in ``dtype``."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
@@ -31,7 +31,7 @@ def copy_config(
 def _config(
     source_config: dict[str, Any], arch: Architecture, dtype: torch.dtype, *, fp8: bool
 ) -> dict[str, Any]:
-    """The source's, where it says how weights are stored and which there are, made true."""
+    """The source's config.json, changed to the dtype, format and MTP layers that are written."""
     written = {n: value for n, value in source_config.items() if n != "quantization_config"}
     key = "torch_dtype" if "torch_dtype" in source_config else "dtype"
     written[key] = str(dtype).removeprefix("torch.")

@@ -1,9 +1,9 @@
-"""Which model a folder holds, told without reading all of it and whatever the folder is called.
+"""The identity of the model in a folder, without reading all weights.
 
-Two folders are the same model when their architectures are, the files of their tokenizers, and
-their weights as far as is looked at: name, type and shape of every tensor, and the first bytes of
-some. So weights cut into other files, or copied to another folder, are the same model; those that
-were trained further are another.
+Two folders hold the same model if architecture, tokenizer files and weights are the same. Of the
+weights, name, dtype and shape of every tensor are compared, and the first bytes of some. So the
+same weights in other files or in another folder are the same model. Weights after more training are
+another model.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from rltrain.weights.huggingface.manifest import MANIFEST
 from rltrain.weights.huggingface.tensor_files import declared_files
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
-"""Files that decide which text an id is. Templates and names of files may change."""
+"""Files that define which text a token id is. Chat templates may differ."""
 SAMPLED = 256
-"""Tensors of which bytes are read, spread evenly over all by name."""
+"""Number of tensors whose bytes are read, spread evenly over the sorted names."""
 SAMPLE_BYTES = 4096
 
 
 class ModelIdentity(TypedDict):
-    """What a model is known by. Digests are the start of a SHA-256."""
+    """Digests are the first 16 hexadecimal digits of a SHA-256."""
 
     architecture: str
-    """In words, and a digest of all of it."""
+    """The main sizes in words, and a digest of all fields."""
     tokenizer: str
     weights: str
 
@@ -37,10 +37,10 @@ def identity_of(folder: Path, arch: Architecture, imported: Path | None = None) 
     """The identity of a Hugging Face folder.
 
     Args:
-        imported: what ``rltrain import`` made of it, where the weights are read from that
+        imported: the checkpoint of ``rltrain import``, if the weights are read from there
 
     Raises:
-        ValueError: the folder has no safetensors files, or one is cut off.
+        ValueError: the folder has no safetensors files, or one is truncated.
     """
     tokenizer = {n: _sha(_read(folder / n)) for n in TOKENIZER if (folder / n).is_file()}
     weights = _weights(folder) if imported is None else _sha(_read(imported / MANIFEST))
@@ -50,7 +50,7 @@ def identity_of(folder: Path, arch: Architecture, imported: Path | None = None) 
 
 
 def identity_of_recipe(arch: Architecture, recipe: Mapping[str, Any]) -> ModelIdentity:
-    """The identity of a model that rltrain makes itself, by what it is made from."""
+    """The identity of a model that rltrain creates, from the settings that determine it."""
     return ModelIdentity(
         architecture=describe_architecture(arch), tokenizer="tiny", weights=_digest(dict(recipe))
     )
@@ -58,7 +58,7 @@ def identity_of_recipe(arch: Architecture, recipe: Mapping[str, Any]) -> ModelId
 
 def describe_architecture(arch: Architecture) -> str:
     """``qwen3_moe, 4 layers, hidden size 128, 32 experts (3f2a...)``."""
-    # Without defaults, so that one that a later version of rltrain adds changes no digest.
+    # Without defaults, so that a new field with a default does not change the digest.
     defaults = {field.name: field.default for field in fields(arch)}
     settings = {n: v for n, v in asdict(arch).items() if getattr(arch, n) != defaults[n]}
     experts = f", {arch.num_experts} experts" if arch.num_experts else ""
@@ -69,7 +69,7 @@ def describe_architecture(arch: Architecture) -> str:
 
 
 def identity_differences(saved: Mapping[str, str], now: ModelIdentity) -> list[str]:
-    """One line for each part in which two models differ; none where they are the same."""
+    """One line per part in which two models differ."""
     expected: Mapping[str, Any] = now
     return [
         f"{part}: {saved.get(part)} in the checkpoint, {expected[part]} in the model"

@@ -25,18 +25,17 @@ def load_huggingface(
     """Fills ``chunks`` (this rank's Megatron models) from the safetensors files in ``path``.
 
     Not collective. Values are cast to the dtype of the parameters; rows that pad the vocabulary
-    become zero. An optimizer that keeps master weights must be told after this (Megatron's
-    ``reload_model_params``). Raises ``ValueError`` naming file and tensor when the folder is not
-    exactly this architecture's.
+    become zero. Afterwards call Megatron's ``reload_model_params`` if the optimizer keeps master
+    weights. Raises ``ValueError`` naming file and tensor if the folder is of another architecture.
     """
     checkpoint = open_checkpoint(path, arch)
-    placement = GridPosition.of(mesh)
-    held = local_parameters(chunks, arch, placement)
+    position = GridPosition.of(mesh)
+    held = local_parameters(chunks, arch, position)
     for parameter in model_parameters(arch):
         if parameter.name not in held:
             continue
         target = held[parameter.name]
-        source = to_megatron(parameter, checkpoint.read, arch, parameter.axis(placement))
+        source = to_megatron(parameter, checkpoint.read, arch, parameter.axis(position))
         assert source.shape == target.shape, (
             f"{parameter.name}: the model has {list(target.shape)}, the map {list(source.shape)}"
         )
@@ -46,7 +45,7 @@ def load_huggingface(
 def read_tensors(
     path: str | Path, arch: Architecture, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `sender.full_tensors` would yield of the folder: whole tensors, one at a time."""
+    """The folder's tensors as `sender.full_tensors` yields them: whole, one at a time."""
     checkpoint = open_checkpoint(path, arch)
     parameters = [p for p in model_parameters(arch) if not p.copy]
     tensors = ((p.rule.kind, tensor) for p in parameters for tensor in p.tensors)
@@ -66,7 +65,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     def stored_name(self, tensor: HfTensorSpec) -> str:
-        """The name under which the tensor lies here: its own, or that of all experts together."""
+        """The name under which this folder has the tensor: its own, or that of all experts."""
         stacked = tensor.stacked
         if stacked and (
             stacked.only or (tensor.name not in self.tensors and stacked.name in self.tensors)
@@ -87,8 +86,8 @@ class Checkpoint:
 def open_checkpoint(path: str | Path, arch: Architecture) -> Checkpoint:
     """Opens the folder and checks the header of every file against the architecture.
 
-    Reads no tensor, so it is quick enough to call before any actor starts. Raises ``ValueError``
-    as `open_folder`, and naming file and tensor where the two do not fit each other.
+    It reads no tensor, so it is fast enough to call before any actor starts. Raises ``ValueError``
+    like `open_folder`, and if a tensor does not fit the architecture, naming file and tensor.
     """
     folder = Path(path).expanduser()
     checkpoint = Checkpoint(open_folder(folder))
@@ -114,7 +113,7 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
                 f"config.json asks for {list(shape)}"
             )
     if arch.tie_embeddings or arch.value_head:
-        # Some checkpoints repeat the embedding there; a critic has no use for it.
+        # Some checkpoints repeat the embedding there. A critic does not need it.
         wanted.add("lm_head.weight")
     wanted |= mtp_copies(arch).keys()
     if extra := sorted(

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and tensors in lists that fit a file."""
+"""A folder that appears complete or not at all, and tensors in lists that fit a file."""
 
 import fcntl
 import os
@@ -15,9 +15,9 @@ Key = TypeVar("Key")
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """An empty folder to fill: it becomes ``out`` when the block ends; an error removes it.
+    """An empty folder to fill. The end of the block renames it to ``out``; an error removes it.
 
-    It lies in ``.OUT.partial`` beside ``out``. What a killed process left there is removed first.
+    It is in ``.OUT.partial`` beside ``out``. Leftovers of a killed process are removed first.
 
     Raises:
         ValueError: ``out`` exists, or another process is writing it.
@@ -33,7 +33,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise ValueError(f"{out}: another process is writing it; wait for that one") from error
         folder = partial / "new"
         try:
-            shutil.rmtree(folder, ignore_errors=True)  # what then stands in the way, mkdir names
+            shutil.rmtree(folder, ignore_errors=True)  # mkdir reports what could not be removed
             folder.mkdir()
             yield folder
             for path in (folder, *folder.rglob("*")):
@@ -45,7 +45,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """A file's content, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -56,7 +56,7 @@ def _sync(path: Path) -> None:
 def split_by_bytes(
     tensors: Iterable[tuple[Key, Tensor]], max_bytes: int
 ) -> Iterator[list[tuple[Key, Tensor]]]:
-    """Lists of at most ``max_bytes``, or of one tensor; each is emptied before the next begins."""
+    """Lists of at most ``max_bytes``, or of one tensor. A list is cleared before the next one."""
     shard: list[tuple[Key, Tensor]] = []
     nbytes = 0
     for key, tensor in tensors:

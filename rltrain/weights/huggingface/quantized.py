@@ -1,4 +1,4 @@
-"""Weights in blocks of FP8 and in MXFP4: made, and read slice by slice as if they were plain. Pure.
+"""Weights in FP8 blocks and in MXFP4: quantised, and read in slices as plain tensors. Pure.
 
 FP8 blocks are DeepSeek-V3's (https://arxiv.org/abs/2412.19437, section 3.3; vLLM's
 ``per_block_cast_to_fp8``): a value is its e4m3 number times the scale of its block. MXFP4 is the
@@ -21,8 +21,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 MXFP4_BLOCK = 32
 _SMALLEST_MAX = 1e-4
-"""A block of smaller values gets the scale of this one, as vLLM's does: zeros divide by no zero."""
-# What a byte stands for. NumPy looks it up several times faster than torch casts it on a CPU.
+"""Lower limit of a block's largest value, as in vLLM: a block of zeros has a finite scale."""
+# The value of each byte. A NumPy look-up is several times faster than a torch cast on a CPU.
 _BYTES = torch.arange(256, dtype=torch.uint8)
 _E4M3 = _BYTES.view(FP8).float().numpy()
 # Four bits of e2m1 are a sign, two of exponent, one of mantissa.
@@ -55,7 +55,7 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int] = BLOCK) -> tuple[i
 
 
 class SliceReader(Protocol):
-    """A tensor in a file, of which slices are read; what ``safe_open(..).get_slice`` returns."""
+    """Reads slices of a tensor in a file; what ``safe_open(..).get_slice`` returns."""
 
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
@@ -123,12 +123,12 @@ def _look_up(table: NDArray[np.float32], index: Tensor) -> Tensor:
 
 
 def quantized_suffixes(quantization: Quantization) -> tuple[str, str]:
-    """What the names of the two tensors that a quantised one is stored as end in."""
+    """Name suffixes of the two tensors that store a quantised one."""
     return ("", "_scale_inv") if isinstance(quantization, BlockFP8) else ("_blocks", "_scales")
 
 
 def _last_two(index: Any, shape: Sequence[int]) -> tuple[tuple[Any, ...], slice, slice]:
-    """``index``, which may leave dims at the end out, with bounded slices for the last two."""
+    """``index``, which may omit trailing dims, with bounded slices for the last two."""
     indices = index if isinstance(index, tuple) else (index,)
     full = [*indices, *[slice(None)] * (len(shape) - len(indices))]
     rows, columns = (slice(*s.indices(n)[:2]) for s, n in zip(full[-2:], shape[-2:], strict=True))

@@ -1,6 +1,6 @@
-"""Where a model's parameters lie in a checkpoint of Megatron's, whatever layout wrote it.
+"""Where a model's parameters are in a Megatron checkpoint, whatever parallel layout wrote it.
 
-Megatron itself says so (`checkpoint_probe`); what reads and writes the files needs no more.
+`checkpoint_probe` asks Megatron for it. Reading and writing the files needs nothing else.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a checkpoint of an architecture's weights holds."""
+    """The content of a checkpoint of an architecture's weights."""
 
     chunks: dict[str, tuple[Chunk, ...]]
     """Megatron name -> its rows from first to last, in equal chunks: one, or gate and up."""
     objects: tuple[str, ...]
-    """Keys of what Transformer Engine keeps besides, all None."""
+    """Keys of Transformer Engine's extra state; all values are None."""
     content: dict[str, Any]
-    """What Megatron keeps as ``content_metadata``."""
+    """Megatron's ``content_metadata``."""
 
     def to_json(self) -> str:
         return _JSON.dump_json(self).decode()
@@ -51,13 +51,13 @@ _JSON = TypeAdapter(StoredModel)
 
 
 class ConversionProgress(Protocol):
-    """Who is told of what is done: model elements, and their bytes."""
+    """Is told how many elements of the model are done, and their bytes."""
 
     def advance(self, elements: int, nbytes: int) -> None: ...
 
 
 def owned_parameters(arch: Architecture) -> list[ParameterSpec]:
-    """What a checkpoint holds: every parameter once."""
+    """The parameters that a checkpoint stores: every one once."""
     return [parameter for parameter in model_parameters(arch) if not parameter.copy]
 
 

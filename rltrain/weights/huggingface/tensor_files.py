@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, opened: every tensor by name, none of them read.
+"""Opens the safetensors files of a Hugging Face folder: all tensors by name, none read.
 
 A folder has one file, or an index that says which tensor is in which. Files may be links, as in
 the cache of huggingface_hub.
@@ -29,14 +29,14 @@ _PLAIN = {"F32", "F16", "BF16"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and the file that holds it, or its values."""
+    """A tensor, and the file that holds it or its values."""
 
     file: Path
     data: SliceReader
 
 
 def open_folder(path: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder by name; one that is stored quantised reads as a plain one.
+    """Every tensor of the folder by name. Quantised tensors read as plain ones.
 
     Raises:
         ValueError: naming file and tensor, when files are missing, cut off or contradict their
@@ -54,7 +54,7 @@ def open_folder(path: str | Path) -> dict[str, StoredTensor]:
 
 
 def stored_quantization(folder: Path) -> Quantization | None:
-    """How the folder's ``config.json`` says that its weights are stored."""
+    """The storage format of the weights, from the folder's ``config.json``."""
     file = folder / "config.json"
     return quantization(json.loads(file.read_text()), str(file)) if file.is_file() else None
 
@@ -71,7 +71,7 @@ def _remedy(dtype: str, stored: Quantization | None) -> str:
 
 
 def _joined(tensors: Mapping[str, StoredTensor], stored: Quantization) -> dict[str, StoredTensor]:
-    """The two halves of each quantised tensor as one; a half alone stays what it is."""
+    """The two halves of each quantised tensor joined. A half without the other is kept."""
     joined = dict(tensors)
     first, second = quantized_suffixes(stored)
     for name in tensors:

@@ -70,7 +70,7 @@ def write_torch_dist(
         written.append(writer.put(number, pieces))
         del pieces
     plans, results = zip(*written, strict=True)
-    # It checks that every tensor is there as a whole.
+    # It checks that every tensor is complete.
     _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(plans))
     writer.finish(metadata, list(results))
     torch.save({"content_metadata": stored.content}, folder / "common.pt")
@@ -95,22 +95,22 @@ def _box(chunk: Chunk) -> ChunkStorageMetadata:
 
 class _Writer(FileSystemWriter):
     def put(self, number: int, pieces: list[tuple[WriteItem, Any]]) -> Any:
-        """Write one file; what was planned for it, and what came of it."""
+        """Write one file; returns its plan and its write results."""
         plan = SavePlan([item for item, _ in pieces], storage_data=_StoragePrefix(f"__{number}_"))
-        values = _Given({item.index: value for item, value in pieces})
+        values = _FileValues({item.index: value for item, value in pieces})
         try:
             return plan, self.write_data(plan, values).wait()
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch.save puts its own in place of it
+            if isinstance(error.__context__, OSError):  # torch.save replaces it by its own
                 raise error.__context__ from None
             raise
 
     def storage_meta(self) -> None:
-        """No random number and no folder's name: the same weights make the same bytes."""
+        """Without random numbers and folder names, so that the same weights give the same bytes."""
 
 
-class _Given(DefaultSavePlanner):
-    """Of a file that is written: its values by their places in the checkpoint."""
+class _FileValues(DefaultSavePlanner):
+    """A save plan of one file, with its values by their index in the checkpoint."""
 
     def __init__(self, values: dict[MetadataIndex, Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -121,7 +121,7 @@ class _Given(DefaultSavePlanner):
 
 
 class TorchDistReader:
-    """Reads chunks of an open checkpoint. Opens pickles: see above.
+    """Reads chunks of an open checkpoint. It opens pickles: see above.
 
     Raises:
         ValueError: the folder is no ``torch_dist`` checkpoint.
@@ -139,7 +139,7 @@ class TorchDistReader:
         return self._stored(chunk).properties.dtype
 
     def read(self, chunk: Chunk, dtype: torch.dtype | None = None) -> Tensor:
-        """The elements of the chunk, from as many files as hold some of it; as stored or cast."""
+        """The elements of the chunk, from all files that hold some of it; as stored or cast."""
         result = torch.empty(chunk.shape, dtype=dtype or self.dtype(chunk))
         items = create_read_items_for_chunk_list(chunk.key, self._stored(chunk), [_box(chunk)])
         stored = sum(prod(item.lengths) for item in items)
@@ -148,7 +148,7 @@ class TorchDistReader:
                 f"{self.folder}: {chunk.key} has {stored} of the {result.numel()} elements at "
                 f"{list(chunk.offset)}; expected a checkpoint of the whole model"
             )
-        self._reader.read_data(LoadPlan(items), _Into(result)).wait()
+        self._reader.read_data(LoadPlan(items), _ReadInto(result)).wait()
         return result
 
     def _stored(self, chunk: Chunk) -> TensorStorageMetadata:
@@ -161,8 +161,8 @@ class TorchDistReader:
         return metadata
 
 
-class _Into(DefaultLoadPlanner):
-    """Of a chunk that is read: where it goes."""
+class _ReadInto(DefaultLoadPlanner):
+    """A load plan whose only tensor is ``target``."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()

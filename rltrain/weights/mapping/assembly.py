@@ -20,7 +20,7 @@ Read = Callable[[HfTensorSpec, int, int, int], Tensor]
 def to_megatron(
     parameter: ParameterSpec, read: Read, arch: Architecture, axis: AxisPosition
 ) -> Tensor:
-    """The tensor that rank ``axis.rank`` of ``axis.size`` holds; reads no more than it needs."""
+    """The tensor that rank ``axis.rank`` of ``axis.size`` holds; reads only what it needs."""
     rule = parameter.rule
     if axis.size == 1:
         return _join([read(t, 0, 0, t.shape[0]) for t in parameter.tensors], rule, arch)
@@ -51,8 +51,8 @@ def to_huggingface(
 ) -> list[tuple[str, Tensor]]:
     """The named Hugging Face tensors, from the local tensors of all ranks of the cutting axis.
 
-    A parameter that is not cut is given as one shard. The results are contiguous and may share
-    memory with the shards.
+    A parameter that is not cut has one shard. The results are contiguous and may share memory with
+    the shards.
     """
     rule = parameter.rule
     if _is_cut_inside_groups(rule, arch, len(shards)):
@@ -69,7 +69,7 @@ def to_huggingface(
 
 
 def _is_cut_inside_groups(rule: WeightRule, arch: Architecture, size: int) -> bool:
-    """More ranks than key-value heads: Megatron cuts the joined tensor, through the groups."""
+    """With more ranks than key-value heads Megatron cuts the joined tensor inside the groups."""
     return rule.join == "qkv" and arch.num_kv_heads % size != 0
 
 

@@ -1,4 +1,4 @@
-"""Where a rank stands in the process grid, as far as weights care."""
+"""A rank's position in the process grid, on the axes that divide a model's weights."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisPosition:
-    """This rank's place on one axis. ``group`` is for collectives and None where ``size`` is 1."""
+    """This rank's position on one axis. ``group`` is None if ``size`` is 1."""
 
     rank: int = 0
     size: int = 1
@@ -17,7 +17,7 @@ class AxisPosition:
 
 
 class Grid(Protocol):
-    """What is read of `rltrain.policy.megatron.mesh.Mesh`, which this package comes before."""
+    """The part of `rltrain.policy.megatron.mesh.Mesh` that this package reads."""
 
     @property
     def tp_rank(self) -> int: ...
@@ -47,10 +47,10 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class GridPosition:
-    """This rank's place on the axes that share out a model; the default is a single process.
+    """This rank's position on the axes that divide a model; the default is a single process.
 
-    Local expert i of expert-parallel rank r is the model's expert ``r * num_local + i``. Layers
-    say themselves which they are, so pipeline stages need no numbers here.
+    Local expert i of expert-parallel rank r is the model's expert ``r * num_local + i``. Megatron's
+    layers have global numbers, so pipeline stages need none here.
     """
 
     tp: AxisPosition = AxisPosition()

@@ -18,23 +18,23 @@ _WRAPPERS = re.compile(r"^(module\.)+")
 
 
 def local_parameters(
-    chunks: Sequence[nn.Module], arch: Architecture, placement: GridPosition
+    chunks: Sequence[nn.Module], arch: Architecture, position: GridPosition
 ) -> dict[str, Tensor]:
-    """Global Megatron name -> the parameter that this rank holds of it, perhaps only a cut of it.
+    """Global Megatron name -> the tensor that this rank holds of it: the whole or a shard.
 
-    Expert biases, which are buffers, are among them; Megatron's other buffers hold no weights. The
-    head of a critic is not: it is of no Hugging Face model.
+    It includes expert biases, which are buffers; Megatron's other buffers hold no weights. It
+    excludes the head of a critic, which is in no Hugging Face model.
 
     ``chunks`` are this rank's Megatron models, one for each virtual pipeline stage, wrapped in DDP
     or not. Layer numbers come from the layers themselves (``layer_number``, global, from 1), so
     uneven and interleaved stages need no arithmetic here.
     """
-    if arch.num_experts % placement.ep.size:
+    if arch.num_experts % position.ep.size:
         raise ValueError(
-            f"{arch.num_experts} experts cannot be shared out over ep={placement.ep.size}; "
+            f"{arch.num_experts} experts cannot be shared out over ep={position.ep.size}; "
             "choose an ep that divides them"
         )
-    first_expert = placement.ep.rank * (arch.num_experts // placement.ep.size)
+    first_expert = position.ep.rank * (arch.num_experts // position.ep.size)
     held: dict[str, Tensor] = {}
     for chunk in chunks:
         layers = _layer_numbers(chunk)
@@ -47,12 +47,12 @@ def local_parameters(
             if isinstance(tensor, nn.Parameter) or name.endswith(_BUFFER):
                 assert name not in held, f"two parameters are {name}"
                 held[name] = tensor
-    _check(held, arch, placement)
+    _check(held, arch, position)
     return held
 
 
 def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
-    """Layer number within the chunk, as its name has it -> number in the whole model, from 0."""
+    """Layer number in the chunk, as in its name -> number in the whole model, from 0."""
     numbers = {}
     for wrapped, module in chunk.named_modules():
         name = _WRAPPERS.sub("", wrapped)
@@ -63,20 +63,20 @@ def _layer_numbers(chunk: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def _check(held: dict[str, Tensor], arch: Architecture, placement: GridPosition) -> None:
-    """The model and the map agree on what there is, so that nothing is left out silently."""
+def _check(held: dict[str, Tensor], arch: Architecture, position: GridPosition) -> None:
+    """Check that model and weight rules have the same parameters: none is silently left out."""
     known = {parameter.name: parameter for parameter in model_parameters(arch)}
     if unknown := sorted(held.keys() - known.keys()):
         raise ValueError(f"{arch.family} has no weights for the model's {', '.join(unknown[:5])}")
     layers = {known[name].layer for name in held}
-    share = max(arch.num_experts // placement.ep.size, 1)
+    share = max(arch.num_experts // position.ep.size, 1)
     missing = sorted(
         parameter.name
         for parameter in known.values()
         if parameter.name not in held
         and not parameter.copy
-        and (parameter.layer in layers if parameter.layer is not None else placement.pp.size == 1)
-        and (parameter.expert is None or parameter.expert // share == placement.ep.rank)
+        and (parameter.layer in layers if parameter.layer is not None else position.pp.size == 1)
+        and (parameter.expert is None or parameter.expert // share == position.ep.rank)
     )
     if missing:
         raise ValueError(f"the model has no parameter for {arch.family}'s {', '.join(missing[:5])}")

@@ -1,4 +1,4 @@
-"""Multi-token prediction layers of a checkpoint: held frozen, or left where they are (ADR 8)."""
+"""Multi-token prediction layers of a checkpoint: held frozen, or skipped (ADR 8)."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from safetensors import SafetensorError, safe_open
+
 from rltrain.weights.architecture.decoder import Architecture
 
 MTP = Literal["hold", "skip"]
 MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Of ``config.json``: names of one setting, how many there are."""
+"""Fields of ``config.json``, two names of the same: the number of MTP layers."""
 T = TypeVar("T")
 
 
@@ -18,7 +20,7 @@ def with_checkpoint_mtp(arch: Architecture, folder: Path, mtp: MTP) -> Architect
     """``arch`` without the MTP layers that ``mtp`` skips or that ``folder`` has no tensor of.
 
     transformers drops them when it loads a model, and keeps their number in ``config.json`` when it
-    saves it: where not one of their tensors is left, there are none.
+    saves it. So a folder without any of their tensors has none.
     """
     if arch.mtp_layers == 0:
         return arch
@@ -36,7 +38,7 @@ def is_skipped_mtp(name: str, arch: Architecture) -> bool:
 
 
 def mtp_copies(arch: Architecture) -> dict[str, str]:
-    """What MTP layers hold again of the model itself: name of the copy -> name of the original.
+    """Tensors of the model that MTP layers repeat: name of the copy -> name of the original.
 
     Published checkpoints have these tensors, and the engine's draft models read them there.
     """
@@ -51,7 +53,7 @@ def mtp_copies(arch: Architecture) -> dict[str, str]:
 def with_mtp_copies(
     tensors: Iterable[tuple[str, T]], arch: Architecture
 ) -> Iterator[tuple[str, T]]:
-    """``tensors``, and each `mtp_copies` of one right behind it."""
+    """``tensors``, each followed by its `mtp_copies`."""
     by_copy = mtp_copies(arch)
     for name, tensor in tensors:
         yield name, tensor
@@ -61,14 +63,13 @@ def with_mtp_copies(
 
 
 def _tensor_names(folder: Path) -> Iterable[str] | None:
-    """From the index or the header of the single file; None where neither can be read."""
+    """From the index or the single file; None if it cannot be read."""
     try:
         single = folder / "model.safetensors"
         if not single.is_file():
             index = json.loads((folder / "model.safetensors.index.json").read_text())
             return list(index["weight_map"])
-        with single.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return list(json.loads(file.read(min(length, single.stat().st_size))))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # `load.open_checkpoint` says what is wrong with them
+        with safe_open(single, framework="numpy") as file:  # which imports no torch
+            return list(file.keys())
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return None  # `load.open_checkpoint` reports what is wrong with the files

@@ -1,4 +1,4 @@
-"""Which parameters one rank holds, told from the architecture and the layout alone. Needs no torch.
+"""The parameters that a rank holds, from architecture and parallel layout alone. Needs no torch.
 
 Equal to what Megatron builds on every rank (tests/distributed/test_share.py).
 """
@@ -24,7 +24,7 @@ MODEL_PARTS = (
     "MTP",
     "head",
 )
-"""What a parameter belongs to; norms go with what they are before, the last one with the head."""
+"""Parts of a model. A norm belongs to the part that it precedes, the last norm to the head."""
 _OF_NAME = {
     "embedding.": "embedding",
     ".self_attention.": "attention",
@@ -39,7 +39,7 @@ _OF_NAME = {
 
 @dataclass(frozen=True)
 class RankParameter:
-    """A parameter as one rank holds it, perhaps only a cut of it."""
+    """A parameter as one rank holds it: the whole or a shard."""
 
     name: str
     """Megatron's, with global numbers of layer and expert."""
@@ -51,12 +51,12 @@ class RankParameter:
 def rank_parameters(
     arch: Architecture, layout: ParallelConfig, stage: int, chunk: int = 0, ep_rank: int = 0
 ) -> Iterator[RankParameter]:
-    """What a rank of a pipeline stage holds in one of its model chunks.
+    """The parameters of a rank of a pipeline stage in one of its model chunks.
 
-    Tensor-parallel ranks hold equally much, and so do expert-parallel ones of other experts.
+    All tensor-parallel ranks hold the same number of elements, and so do expert-parallel ranks.
 
     Raises:
-        ValueError: the stages cannot share out the layers, see `rltrain.parallel.layer_map`.
+        ValueError: the layers cannot be divided over the stages, see `rltrain.parallel.layer_map`.
     """
     layers = Pipeline.of(layout).chunk_layers(arch.num_layers, stage, chunk)
     is_first = stage == chunk == 0
@@ -66,7 +66,7 @@ def rank_parameters(
     for parameter in model_parameters(arch):
         if parameter.layer is None:
             here = is_first if model_part(parameter) == "embedding" else is_last
-            # Where one chunk has both ends, tied embeddings are one parameter.
+            # If one chunk has both ends, tied embeddings are one parameter.
             here = here and not (parameter.copy and is_first)
         else:
             here = parameter.layer in layers or (is_last and parameter.layer >= arch.num_layers)

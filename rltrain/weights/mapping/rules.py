@@ -17,19 +17,19 @@ _NORM_BEFORE_MLP = TensorTemplate(HF_LAYER + "post_attention_layernorm.weight", 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """What a family calls the parts of a layer that has a router."""
+    """A family's names for the modules of a layer with a router."""
 
     block: str = "mlp"
     router: str = "gate"
     gate: str = "gate_proj"
-    """Of an expert's three matrices, as are the next two."""
+    """One of an expert's three matrices, like the next two."""
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
 
 
 def usual_rules(arch: Architecture, names: ModuleNames = ModuleNames()) -> FamilyRules:
-    """The layout of a decoder whose parts ``arch`` tells, MTP layers included."""
+    """The rules of a decoder with the parts of ``arch``, MTP layers included."""
     attention = _latent_attention(arch) if arch.mla else _attention(arch)
     moe, expert = _moe(arch, names), _expert(names)
     ends_with_moe = arch.num_layers - 1 in arch.moe_layers
@@ -186,7 +186,7 @@ def _moe(arch: Architecture, names: ModuleNames) -> tuple[WeightRule, ...]:
 
 
 def _expert(names: ModuleNames) -> tuple[WeightRule, ...]:
-    # Together, all experts of a layer have the same two names in every family.
+    # A tensor of all experts of a layer has the same name in every family.
     stacked = HF_LAYER + "mlp.experts."
     one = HF_LAYER + names.block + ".experts.{expert}."
     gate_up = [(names.gate, (0, 2)), (names.up, (1, 2))]
@@ -239,7 +239,7 @@ _MTP_ONLY = (
 
 
 def _in_mtp(rules: tuple[WeightRule, ...]) -> tuple[WeightRule, ...]:
-    """The rules of a decoder layer, for the one inside an MTP layer."""
+    """The rules of a decoder layer, for the decoder layer inside an MTP layer."""
     return tuple(
         replace(
             rule,

@@ -1,4 +1,4 @@
-"""Weights that depend on their Hugging Face name alone: the same model in every layout."""
+"""Weights that depend only on their Hugging Face names: the same model in every layout."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rltrain.weights.mapping.parameters import HfTensorSpec
 
 
 def seeded_tensor(tensor: HfTensorSpec) -> Tensor:
-    """Norms near 1; everything else large enough that experts differ and a changed route shows."""
+    """Norms are near 1. Other weights are large, so that a changed route changes the result."""
     seed = int.from_bytes(hashlib.sha256(tensor.name.encode()).digest()[:4], "big")
     values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
     return 1 + values / 5 if len(tensor.shape) == 1 else values / 4
@@ -28,14 +28,14 @@ def fill_seeded(
     mesh: Grid,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """What loading a checkpoint of `seeded_tensor` weights, kept in ``dtype``, would do."""
+    """Same as loading a checkpoint of `seeded_tensor` weights that is stored in ``dtype``."""
 
     def read(tensor: HfTensorSpec, dim: int, start: int, stop: int) -> Tensor:
         return seeded_tensor(tensor).to(dtype).float().narrow(dim, start, stop - start)
 
-    placement = GridPosition.of(mesh)
-    held = local_parameters(chunks, arch, placement)
+    position = GridPosition.of(mesh)
+    held = local_parameters(chunks, arch, position)
     for parameter in model_parameters(arch):
         if parameter.name in held:
-            source = to_megatron(parameter, read, arch, parameter.axis(placement))
+            source = to_megatron(parameter, read, arch, parameter.axis(position))
             held[parameter.name].copy_(source)

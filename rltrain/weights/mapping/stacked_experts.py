@@ -1,4 +1,4 @@
-"""The tensors of single experts inside one tensor of all experts of a layer. Pure."""
+"""Tensors of single experts as slices of one tensor of all experts of a layer. Pure."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StackedSlice:
-    """Where an expert's tensor lies in one of all experts: ``[experts, rows, columns]``.
+    """The place of an expert's tensor in one of all experts: ``[experts, rows, columns]``.
 
     A vector has no columns. Several tensors of an expert may share the rows (gate and up).
     """
 
     name: str
     part: tuple[int, int] = (0, 1)
-    """Which of the rows: part i of n equal ones."""
+    """(i, n): the tensor is part i of n equal parts of the rows."""
     interleaved: bool = False
     """Part i is rows i, i + n, i + 2n and so on; otherwise it is the i-th block of rows."""
     transposed: bool = False
     """The tensor is ``[experts, columns, rows]``."""
     only: bool = False
-    """No checkpoint of the family has a tensor per expert: all experts are sent together, too."""
+    """No checkpoint of the family has a tensor per expert, so all experts are sent together."""
 
     def shape(self, num_experts: int, expert_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor of all experts, from that of one expert's."""
@@ -34,7 +34,7 @@ class StackedSlice:
     ) -> "Tensor":
         """Elements ``start`` to ``stop`` along ``dim`` of an expert's tensor of that ``shape``.
 
-        ``stored`` is the whole, and is sliced once: it may be a file's.
+        ``stored`` is the tensor of all experts. It is sliced once, since it may be in a file.
         """
         index, count = self.part
         bounds = [(0, size) for size in shape]
@@ -51,7 +51,7 @@ class StackedSlice:
         return values[index::count] if self.interleaved else values
 
     def within(self, whole: "Tensor", expert: int) -> "Tensor":
-        """The view of ``whole`` that the expert's tensor is."""
+        """The expert's tensor as a view of ``whole``."""
         index, count = self.part
         matrix = whole[expert].T if self.transposed else whole[expert]
         return matrix[index::count] if self.interleaved else matrix.chunk(count)[index]

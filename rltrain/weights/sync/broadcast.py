@@ -1,7 +1,7 @@
 """The transport "broadcast": from the policy's rank 0 to all engine workers of one host at once.
 
-They form a process group of their own, NCCL on GPUs and gloo on CPUs, beside whatever groups each
-of them is in. Who joins it are rank 0, the policy's, and from 1 on the workers, engine by engine.
+They form a separate process group: NCCL on GPUs, gloo on CPUs. Rank 0 is the policy's rank 0. The
+engine workers are ranks 1 and up, engine by engine.
 """
 
 from datetime import timedelta
@@ -20,7 +20,7 @@ SENDER = 0
 
 
 class BroadcastGroup:
-    """One process's place in the group. Making one is collective."""
+    """One process's membership in the group. The constructor is collective."""
 
     def __init__(
         self, file: str, rank: int, size: int, device: torch.device, timeout_s: float
@@ -40,13 +40,13 @@ class BroadcastGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        # NCCL connects at the first call: here, where a failure says what it is about.
+        # NCCL connects at the first call. Connect here, where an error names its cause.
         self.broadcast(torch.zeros(1, device=device)).wait()
         if device.type != "cpu":
             torch.cuda.synchronize(device)
 
     def broadcast(self, buffer: Tensor) -> Any:
-        """Begin; the sender's bytes are in ``buffer`` after ``wait`` of what is returned."""
+        """Start to broadcast; after ``wait`` of the result ``buffer`` has the sender's bytes."""
         options = dist.BroadcastOptions()
         options.rootRank = SENDER
         options.asyncOp = True
@@ -66,7 +66,7 @@ class BroadcastSender:
         self._sending: list[Any] = [None] * SLOTS
 
     def send(self) -> None:
-        """Join the receivers, who wait for what was filled last."""
+        """Broadcast the slot that was filled last; the receivers wait for it."""
         if self._filled is not None:
             slot, nbytes = self._filled
             self._sending[slot] = self._group.broadcast(self._slots.buffers[slot][:nbytes])
@@ -91,7 +91,7 @@ class BroadcastSender:
             torch.cuda.empty_cache()
 
     def _wait(self, slot: int) -> None:
-        """Until the slot's bytes are with all receivers, as far as later work is concerned."""
+        """Wait until later work on the device may overwrite the slot."""
         work, self._sending[slot] = self._sending[slot], None
         if work is not None:
             work.wait()
@@ -103,7 +103,7 @@ class BroadcastReceiver:
         self._device = device
 
     def read(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket, in memory of their own.
+        """The tensors of a bucket, in memory that nothing else writes.
 
         Raises:
             ValueError: the bytes are not those that were sent.

@@ -1,7 +1,7 @@
-"""The transport "ipc": the memory of a GPU that sender and receiver share, for a colocated engine.
+"""The transport "ipc": CUDA IPC between a policy rank and a colocated engine worker.
 
-Every policy rank whose GPU hosts an engine worker fills buffers of its own there, and each worker
-reads those of its GPU: no byte leaves it. Handles are CUDA's own, as text: nothing is pickled.
+Every policy rank whose GPU hosts an engine worker fills buffers on that GPU. The worker copies from
+them, so no byte leaves the GPU. Handles are CUDA IPC handles as text; nothing is pickled.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack
 from rltrain.weights.sync.stream import SLOTS, Bucket, NamedTensors, TensorEntry
 
 Handle = list[Any]
-"""What torch needs to open a storage of another process, bytes as hexadecimal text."""
+"""What torch needs to open a storage of another process. Bytes are hexadecimal text."""
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU the same in every process that sees it, by whatever number; else "cpu"."""
+    """The UUID of a GPU, which is the same in every process; "cpu" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
@@ -30,7 +30,7 @@ class IpcSender:
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._gpu = device_name(device)
         self._slots = FlatSlots(device, bucket_bytes)
-        # By slot, the buffer that was shared: torch counts who reads it, and once is enough.
+        # By slot, the shared buffer and its handle. Share it once: torch counts its readers.
         self._shared: list[tuple[Tensor, Handle] | None] = [None] * SLOTS
 
     def send(self) -> None:
@@ -51,7 +51,7 @@ class IpcSender:
         return entries, payload
 
     def close(self) -> None:
-        """Receivers have closed what they opened: the memory is the device's again."""
+        """Free the buffers. The receivers must have closed theirs before."""
         del self._slots
         self._shared.clear()
         torch.cuda.ipc_collect()
@@ -67,7 +67,7 @@ class IpcReceiver:
         self._opened: dict[str, Tensor] = {}
 
     def read(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket, copied: vLLM refers to them until their layer is complete.
+        """Copies of a bucket's tensors: vLLM keeps references until their layer is complete.
 
         Raises:
             ValueError: no sender is on this GPU, or the bytes are not those that were sent.
@@ -91,14 +91,14 @@ class IpcReceiver:
 
 
 def share_buffer(buffer: Tensor) -> Handle:
-    """What `open_buffer` takes; whole storages only."""
+    """The handle of a buffer that is a whole storage; see `open_buffer`."""
     assert buffer.storage_offset() == 0
     handle = buffer.untyped_storage()._share_cuda_()
     return [x.hex() if isinstance(x, bytes) else x for x in handle]
 
 
 def open_buffer(handle: Handle, device: torch.device) -> Tensor:
-    """The bytes of a buffer of another process, on this process's number of the same GPU.
+    """Open a buffer of another process on the same GPU, whose number may differ here.
 
     The order is that of torch.UntypedStorage._share_cuda_: device, memory, size, offset, counter
     of readers, its offset, event, whether the event is to be waited for.

@@ -1,7 +1,7 @@
-"""What a weight sync has to bring, and what it has brought so far. Pure.
+"""The tensors that a weight sync must deliver, and those that have arrived. Pure.
 
-vLLM accepts much in silence: a tensor twice, one of another dtype, too few of them. The receiver
-holds every bucket against this before anything is loaded.
+vLLM accepts repeated tensors, tensors of another dtype and missing tensors without an error. So the
+receiver checks every bucket here before it loads anything.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from rltrain.weights.sync.stream import Bucket
 
 
 class TensorForm(NamedTuple):
-    """Of one tensor."""
+    """Dtype and shape of one tensor."""
 
     dtype: str  # "bfloat16"
     shape: tuple[int, ...]
@@ -42,8 +42,8 @@ class Delivery:
     """One weight sync, bucket by bucket.
 
     Args:
-        arch: of the engine's model; tensors of layers that it leaves out may be sent as well
-        expected: by name
+        arch: the engine's model; MTP layers that it skips may be sent too
+        expected: the tensors of the model, by name
     """
 
     def __init__(self, arch: Architecture, expected: Mapping[str, TensorForm]) -> None:
@@ -54,7 +54,7 @@ class Delivery:
         self.is_complete = False  # the last bucket was accepted
 
     def accept(self, bucket: Bucket) -> None:
-        """Raises ``ValueError``: the bucket is not the next one, or brings what it should not."""
+        """Raises ``ValueError``: the bucket is out of order, or has a wrong tensor."""
         if self.is_complete or bucket["index"] != self.num_buckets:
             end = ", which was the last" if self.is_complete else ""
             raise ValueError(
@@ -89,11 +89,11 @@ class Delivery:
             )
 
     def missing(self) -> list[str]:
-        """What was expected and has not come."""
+        """Names of expected tensors that have not arrived."""
         return sorted(self._expected.keys() - self.names)
 
     def check_ended(self) -> None:
-        """Raises ``ValueError``: the last bucket has not come."""
+        """Raises ``ValueError``: the last bucket has not arrived."""
         if not self.is_complete:
             raise ValueError(
                 f"weight sync: finished after {self.num_buckets} buckets, none of them the last: "

@@ -1,8 +1,8 @@
 """FP8 weights for the rollout engine, while the policy trains in bf16 or fp32. Pure.
 
-The matrices that multiply tokens are quantised in blocks as in DeepSeek-V3's own checkpoint, one at
-a time where weights are streamed. Embedding, output head, norms, routers and what is as small stay
-as they are, so the engine's router differs from the policy's only by what it reads.
+The matrices that multiply tokens are quantised in blocks, as in DeepSeek-V3's checkpoint, one
+matrix at a time. Embedding, output head, norms, routers and other small tensors are not quantised.
+So the engine's routers have the policy's weights; only their inputs differ.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from rltrain.weights.huggingface.quantized import quantize_fp8
 from rltrain.weights.mapping.parameters import HfTensorSpec, ParameterSpec
 
 LOAD_FORMAT = "rltrain"
-"""vLLM's ``load_format`` for a folder that stores weights otherwise than the engine holds them."""
+"""vLLM's ``load_format`` for a folder whose storage format is not the engine's."""
 
 _KEPT = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj"}
 
@@ -33,7 +33,7 @@ def is_quantized(tensor: HfTensorSpec) -> bool:
 
 
 def fp8_config(arch: Architecture) -> dict[str, Any]:
-    """``quantization_config`` of a ``config.json``: what vLLM then holds in FP8, and what not."""
+    """``quantization_config`` for a ``config.json``: the modules that vLLM holds in FP8."""
     kept = [
         tensor.name.removesuffix(".weight")
         for tensor in _matrices(arch)
@@ -53,8 +53,8 @@ def quantize_stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """The stream ``tensors``, each matrix as its FP8 numbers and ``NAME_scale_inv``.
 
-    Besides, a few copies of one matrix in fp32 are held at a time. The numbers depend on the matrix
-    alone, so every rank and every layout sends the same.
+    It holds a few fp32 copies of one matrix at a time. The result depends on the matrix alone, so
+    every rank and every parallel layout sends the same bytes.
     """
     quantized = {tensor.name for tensor in _matrices(arch) if is_quantized(tensor)}
     for name, tensor in tensors:
@@ -67,7 +67,7 @@ def quantize_stream(
 
 
 def check_fp8_blocks(arch: Architecture, tensor_parallel: int) -> None:
-    """Blocks must not reach across what the engine joins (queries, keys and values) or cuts.
+    """Check that no block crosses a boundary where the engine joins or cuts a matrix.
 
     Raises:
         ValueError: naming the tensor, its shape and what to do.
@@ -90,7 +90,7 @@ def check_fp8_blocks(arch: Architecture, tensor_parallel: int) -> None:
 
 
 def _misfit(parameter: ParameterSpec, tensor: HfTensorSpec, tensor_parallel: int) -> int | None:
-    """The size of the parts that the engine makes of the tensor, where blocks do not divide it."""
+    """The engine's part size of the tensor if it is no multiple of a block; else None."""
     joined = len(parameter.tensors) > 1
     if parameter.rule.cut is None or not (joined or tensor_parallel > 1):
         return None

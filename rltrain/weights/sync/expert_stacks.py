@@ -1,9 +1,8 @@
-"""Experts reach vLLM's loader all at once, where a checkpoint has them one by one.
+"""All experts of a layer are passed to vLLM's loader in one call.
 
-vLLM loads a weight of one expert in a tenth of a millisecond of Python, whatever its size: a model
-of 48 layers with 128 experts would take seconds to sync. Its loader also takes all experts of a
-layer in one tensor. Here the weights of a layer's experts wait until the last of them is there, and
-then go to it together.
+vLLM needs about 0.1 ms of Python per expert weight, whatever its size, so a sync of 48 layers with
+128 experts would take seconds. Its loader also accepts all experts of a layer in one tensor. The
+weights of a layer's experts are held here until the last one has arrived, then loaded together.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,14 +14,14 @@ import torch
 from torch import Tensor
 
 STACKED = ("w13_weight", "w2_weight")
-"""What vLLM's layers of routed experts call their parameters.  # [E, out, in] each"""
+"""Names of the parameters of vLLM's routed experts, ``[E, out, in]`` each."""
 LOADER = "RoutedExperts.weight_loader"
 TAKEN = ["param", "loaded_weight", "weight_name", "shard_id", "expert_id", "return_success"]
-"""The loader that takes stacks, and its arguments. Any other is left alone."""
+"""The loader that accepts stacks, and its arguments. Other loaders are not changed."""
 
 
 def stack_experts(model: torch.nn.Module) -> None:
-    """Change the loaders of a model whose layerwise reload begins."""
+    """Make the loaders of a model stack its experts; call it when a layerwise reload begins."""
     unstack_experts(model)
     for parameter, local_number in _of_experts(model):
         loader = parameter.weight_loader
@@ -31,14 +30,14 @@ def stack_experts(model: torch.nn.Module) -> None:
 
 
 def unstack_experts(model: torch.nn.Module) -> None:
-    """Let a reload that begins load one by one again: vLLM keeps loaders from one to the next."""
+    """Undo `stack_experts`: vLLM keeps the loaders from one reload to the next."""
     for parameter, _ in _of_experts(model):
         while hasattr(parameter.weight_loader, "stacks_experts"):
             parameter.weight_loader = parameter.weight_loader.__wrapped__
 
 
 def _of_experts(model: torch.nn.Module) -> Iterator[tuple[Any, Callable[[int], int]]]:
-    """Parameters, and what tells an expert's number on this rank."""
+    """Parameters of routed experts, each with a map from global to local expert number."""
     for module in model.modules():
         local_number: Any = getattr(module, "_map_global_expert_id_to_local_expert_id", None)
         for name in STACKED if local_number is not None else ():
@@ -48,7 +47,7 @@ def _of_experts(model: torch.nn.Module) -> Iterator[tuple[Any, Callable[[int], i
 
 
 def _takes_stacks(loader: Callable[..., Any]) -> bool:
-    """Not so those of layers that override it."""
+    """Whether it is the known loader; layers that override it have another."""
     is_known = getattr(unwrap(loader), "__qualname__", None) == LOADER
     return is_known and [*signature(loader).parameters] == TAKEN
 
@@ -56,15 +55,15 @@ def _takes_stacks(loader: Callable[..., Any]) -> bool:
 def _stacking(
     loader: Callable[..., Any], local_number: Callable[[int], int], count: int
 ) -> Callable[..., Any]:
-    """``loader``, called once a matrix with what it was to be called with ``count`` times.
+    """A loader that collects ``count`` experts of a matrix, then calls ``loader`` once.
 
     Args:
-        local_number: of an expert by its number in the model; -1: it is another rank's
-        count: of this rank's experts
+        local_number: an expert's number on this rank by its number in the model; -1: not here
+        count: number of experts on this rank
     """
     waiting: dict[str, dict[int, Tensor]] = {}  # by matrix, by the expert's local number
 
-    # Under its own name and with ``__wrapped__``: by these vLLM finds its way to the loader that it
+    # `wraps` keeps the name and sets ``__wrapped__``: with these vLLM finds the loader that it
     # wrapped itself, when a layer is complete.
     @wraps(loader)
     def stacking(

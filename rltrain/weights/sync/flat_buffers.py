@@ -1,4 +1,4 @@
-"""A bucket as one buffer of bytes on a device, with one checksum."""
+"""A bucket is one buffer of bytes on a device, with one checksum."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from rltrain.weights.sync.stream import (
 
 
 class FlatSlots:
-    """The buffers that a sender fills; a slot grows for a tensor that is larger than a bucket."""
+    """The sender's buffers, one per slot. A slot grows for a tensor larger than a bucket."""
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._device = device
@@ -33,20 +33,20 @@ class FlatSlots:
             tensor_view(_place(self.buffers[slot], entry), entry).copy_(tensor)
             entries.append(entry)
             end, used = used + tensor.nbytes, used + aligned(tensor.nbytes)
-            if end < used:  # what lies between tensors is in the checksum, which all senders share
+            if end < used:  # the checksum covers the padding, and all senders must agree on it
                 self.buffers[slot][end:used].zero_()
         return entries, used
 
     def _empty(self, nbytes: int) -> Tensor:
-        # Not zeros: on a CPU they would take the memory of a whole bucket for a small model.
+        # Not zeros: on a CPU they would commit the memory of a whole bucket for a small model.
         return torch.empty(aligned(nbytes), dtype=torch.uint8, device=self._device)
 
 
 def buffer_checksum(buffer: Tensor) -> int:
     """The sum of the bytes, eight at a time, modulo 2**64.  # uint8 [a multiple of 16]
 
-    Wherever other bytes were read than were written, too early, too late or from elsewhere, it is
-    another one. It waits for all work on the device that ``buffer`` depends on.
+    It differs if the receiver read other bytes than were sent: too early, too late or elsewhere.
+    It waits for all work on the device that ``buffer`` depends on.
     """
     return int(buffer.view(torch.int64).sum().item())
 

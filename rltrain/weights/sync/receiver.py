@@ -5,9 +5,9 @@ each of them import this module, which registers the backend before the model is
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(..., **engine_args()))
 
-    await join_group(engine, file, 1, 3, 60)  # before the first sync by transport "broadcast" alone
+    await join_group(engine, file, 1, 3, 60)  # transport "broadcast" only, before the first sync
     await start_sync(engine)                  # no request may be running
-    for bucket in buckets:                    # transport.Bucket, filled by the policy
+    for bucket in buckets:                    # stream.Bucket, filled by the policy
         await load_bucket(engine, bucket)     # its slot may be filled again when this returns
     await finish_sync(engine)                 # checks completeness, resets the prefix cache
 
@@ -63,7 +63,7 @@ def receiver_args() -> dict[str, Any]:
 
 
 async def devices(engine: AsyncLLM) -> list[str]:
-    """Of each worker: its GPU, by a name that other processes give it too, or "cpu"."""
+    """The `device_name` of every worker."""
     found: list[str] = await engine.collective_rpc("device_name")
     return found
 
@@ -123,10 +123,10 @@ class ReceiverExtension:
 
 @register_model_loader(LOAD_FORMAT)
 class FolderLoader(BaseModelLoader):
-    """Loads a folder that stores its weights otherwise than the engine is to hold them.
+    """Loads a folder whose storage format is not the one that the engine holds.
 
-    They are what a weight sync of the same values would bring. ``hf_overrides`` has told vLLM the
-    ``quantization_config`` to build the model for.
+    The engine gets the same tensors as from a weight sync. vLLM builds the model for the
+    ``quantization_config`` in ``hf_overrides``.
     """
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -135,7 +135,7 @@ class FolderLoader(BaseModelLoader):
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         config = model_config.hf_config
         if config.quantization_config is None:
-            # An override cannot take a field away, and vLLM's gpt-oss reads it where it is there.
+            # An override cannot remove a field, and vLLM's gpt-oss reads it if it is there.
             del config.quantization_config
         arch = read_architecture(model_config.model, "skip")
         device = next(model.parameters()).device
@@ -150,7 +150,10 @@ def holds_fp8(model_config: ModelConfig) -> bool:
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """Of the group that broadcasts: the rank of this engine's first worker, and of them all."""
+    """What a worker needs to join the broadcast group.
+
+    ``first_rank`` is the rank of this engine's first worker, ``size`` that of the whole group.
+    """
 
     file: str
     first_rank: int
@@ -160,7 +163,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """A ``transport.Bucket``."""
+    """The fields of a `stream.Bucket`."""
 
     transport: Transport
     index: int
@@ -170,7 +173,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
-    """Loads buckets of checkpoint tensors by layerwise reload, and refuses an incomplete set."""
+    """Loads buckets of checkpoint tensors by layerwise reload, and rejects an incomplete set."""
 
     init_info_cls = GroupInfo
     update_info_cls = BucketInfo
@@ -226,7 +229,7 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             tensors=update_info.tensors,
             payload=update_info.payload,
         )
-        assert self._delivery is not None  # vLLM's worker sees to it
+        assert self._delivery is not None  # vLLM's worker calls start_weight_update first
         tensors = self._read(bucket)  # all checked before any is loaded
         self._delivery.accept(bucket)
         self.model.load_weights(tensors)
@@ -243,17 +246,17 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         return IpcReceiver(self.device)
 
     def finish_weight_update(self) -> None:
-        assert self._delivery is not None  # vLLM's worker sees to it
+        assert self._delivery is not None  # vLLM's worker calls start_weight_update first
         self._delivery.check_ended()
         self._check_complete(self._delivery)
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # Nothing was loaded into these, so vLLM leaves the copies that it packed of the old.
+            # Nothing was loaded into tied modules, so vLLM kept packed copies of old weights.
             for module in self._tied:
                 module.quant_method.process_weights_after_loading(module)
         else:
             self._ipc.close()
-            # What was loaded from is free: a sleeping KV cache may want it back.
+            # The buckets are free now. A sleeping KV cache may need their memory.
             torch.cuda.empty_cache()
         self._delivery = None
 
@@ -262,11 +265,11 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM up to 0.26 asks every backend for it; here the policy sends by itself."""
+        """vLLM up to 0.26 requires this method of every backend. The policy sends by itself."""
         raise NotImplementedError("send with rltrain.weights.sync.stream.BucketStream")
 
     def _check_complete(self, delivery: Delivery) -> None:
-        """vLLM itself would fill what is missing with uninitialised memory, or keep the old."""
+        """For missing tensors vLLM would use uninitialised memory or keep the old weights."""
         unfilled = unfilled_modules(self.model, self._tied)
         missing = delivery.missing()
         if unfilled or missing:
@@ -290,14 +293,15 @@ def tied_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) -> list[str]:
-    """Modules of a model under layerwise reload that got fewer elements than their parameters hold.
+    """Modules under layerwise reload that received fewer elements than their parameters hold.
 
-    Those in ``tied`` get none of their own. Returns: ``name (received of needed elements)``.
+    Modules in ``tied`` receive nothing and are skipped. Returns: ``name (received of needed
+    elements)``.
     """
     unfilled = []
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
-        # One that cannot load is complete, and already processed.
+        # A module that cannot load is complete and already processed.
         if not info.can_load() or module in tied:
             continue
         needed = sum(
@@ -310,8 +314,8 @@ def unfilled_modules(model: torch.nn.Module, tied: Sequence[torch.nn.Module]) ->
     return unfilled
 
 
-# An attention layer has these under an FP8 quantization_config. No checkpoint of ours does, and
-# vLLM takes 1 for them then.
+# With an FP8 quantization_config an attention layer has these. No checkpoint that we send has them,
+# and vLLM then uses 1.
 _KV_CACHE_SCALES = {"q_scale", "k_scale", "v_scale", "prob_scale"}
 
 

@@ -32,16 +32,15 @@ def full_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, full tensor in ``dtype``), the same on every rank.
 
-    Collective over the groups of ``mesh``: all ranks must run the iterator to its end, in
-    step. The order is fixed by architecture and ``ep``. What is held at a time is one parameter,
-    or one expert of each expert-parallel rank and, in a family that has no tensor per expert, one
-    tensor of all experts of a layer. The tensors are contiguous; they may be the parameters
-    themselves or share memory with each other, so copy what is to outlive the next optimizer step,
-    and write to none.
+    Collective over the groups of ``mesh``: all ranks must run the iterator to its end, in step.
+    Architecture and ``ep`` determine the order. Memory: one parameter at a time, or one expert of
+    each expert-parallel rank. A family without tensors per expert also needs one tensor of all
+    experts of a layer. The tensors are contiguous and must not be written to. They may be the
+    parameters themselves or share memory, so copy what must outlive the next optimizer step.
 
-    ``value`` picks what is gathered of a parameter: its weights, or anything of the same shape,
-    like ``lambda p: p.main_grad``. What is not trained has weights only and is left out then.
-    Buffers keep their fp32 whatever ``dtype``.
+    ``value`` selects what is gathered of a parameter: its weights, or a tensor of the same shape,
+    like ``lambda p: p.main_grad``. Only weights are gathered of parameters that are not trained.
+    Buffers stay fp32 whatever ``dtype``.
     """
     pieces = _pieces(chunks, arch, mesh, dtype, value)
     for name, group in groupby(pieces, key=lambda piece: piece[0].sent_as):
@@ -49,7 +48,7 @@ def full_tensors(
 
 
 def join_stacked(pieces: Iterator[tuple[HfTensorSpec, Tensor]], num_experts: int) -> Tensor:
-    """Each piece is copied as it comes, so that never more than a few are held beside the whole."""
+    """The tensor of all experts, from the pieces of one; each is copied as it arrives."""
     first, whole = next(pieces)
     if first.sent_as == first.name:
         return whole
@@ -71,32 +70,32 @@ def _pieces(
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[HfTensorSpec, Tensor]]:
-    """Every tensor that the map knows, on every rank; an expert's alone."""
-    placement = GridPosition.of(mesh)
-    held = local_parameters(chunks, arch, placement)
+    """Every tensor of the model, on every rank, one expert at a time."""
+    position = GridPosition.of(mesh)
+    held = local_parameters(chunks, arch, position)
     owned = [
         parameter
         for parameter in model_parameters(arch)
         if not parameter.copy and (value is parameter_data or parameter.rule.kind == "trained")
     ]
-    stages = _stages(owned, held, placement.pp)
-    for batch in _batches(owned, placement.ep.size):
+    stages = _stages(owned, held, position.pp)
+    for batch in _batches(owned, position.ep.size):
         kept = torch.float32 if batch[0].rule.kind == "buffer" else dtype
         stage = stages[batch[0].name]
-        if stage == placement.pp.rank:
-            pieces = _gather(batch, held, arch, placement, kept, value)
+        if stage == position.pp.rank:
+            pieces = _gather(batch, held, arch, position, kept, value)
         else:
             device = next(iter(held.values())).device
             pieces = _empty(batch, kept, device)
-        for _, values in pieces if placement.pp.size > 1 else ():
-            dist.broadcast(values, group=placement.pp.group, group_src=stage)
+        for _, values in pieces if position.pp.size > 1 else ():
+            dist.broadcast(values, group=position.pp.group, group_src=stage)
         yield from pieces
 
 
 def _stages(
     owned: Sequence[ParameterSpec], held: Mapping[str, Tensor], pp: AxisPosition
 ) -> dict[str, int]:
-    """Megatron name -> the pipeline stage that has it."""
+    """Megatron name -> the pipeline stage that holds it."""
     layers = {parameter.layer for parameter in owned if parameter.name in held}
     mine = [p.name in held if p.layer is None else p.layer in layers for p in owned]
     if pp.size == 1:
@@ -110,7 +109,7 @@ def _stages(
 
 
 def _batches(owned: Sequence[ParameterSpec], ep: int) -> Iterator[list[ParameterSpec]]:
-    """What is gathered at a time: one parameter, or one expert of each expert-parallel rank."""
+    """Parameters to gather together: one, or one expert of each expert-parallel rank."""
     for (_, rule), group in groupby(owned, key=lambda p: (p.layer, p.rule)):
         parameters = list(group)
         if parameters[0].expert is None:
@@ -125,15 +124,15 @@ def _gather(
     batch: Sequence[ParameterSpec],
     held: Mapping[str, Tensor],
     arch: Architecture,
-    placement: GridPosition,
+    position: GridPosition,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
 ) -> list[tuple[HfTensorSpec, Tensor]]:
-    """The Hugging Face tensors of a batch, on the ranks of the stage that has it."""
-    ep = placement.ep if batch[0].expert is not None else AxisPosition()
+    """The Hugging Face tensors of a batch, on the ranks of the stage that holds it."""
+    ep = position.ep if batch[0].expert is not None else AxisPosition()
     mine = batch[ep.rank]
     local = value(held[mine.name]).detach().to(dtype).contiguous()
-    shards = _all_gather(local, mine.axis(placement))
+    shards = _all_gather(local, mine.axis(position))
     by_cut_then_expert = [_all_gather(shard, ep) for shard in shards]
     return [
         (tensor, values)

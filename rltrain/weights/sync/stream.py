@@ -1,8 +1,8 @@
 """A stream of named tensors from the policy to the engines, bucket by bucket.
 
-Whoever moves the bytes is a transport (`cuda_ipc`, `broadcast`); what describes a bucket is plain
-JSON, and its checksum tells a receiver that it got the sender's bytes. A sender has two slots: it
-fills one while the receivers load from the other, and no more than two buckets exist at a time.
+A transport (`cuda_ipc`, `broadcast`) moves the bytes. A bucket is described in plain JSON, with a
+checksum by which a receiver verifies its bytes. A sender has two slots: it fills one while the
+receivers load from the other, so at most two buckets exist at a time.
 
     stream = BucketStream(named_tensors, sender)
     bucket = stream.next_bucket()
@@ -23,9 +23,9 @@ from rltrain.config.rollout import Transport
 
 SLOTS = 2
 BUCKET_BYTES = 512 * 2**20
-"""A bucket should take longer than asking for the next one."""
+"""Large enough that loading a bucket takes longer than the call for the next one."""
 ALIGNMENT = 16
-"""Of a tensor within a bucket, so that it can be read in place whatever its dtype."""
+"""Alignment of a tensor in a bucket, so that every dtype can be read in place."""
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -46,7 +46,7 @@ class Bucket(TypedDict):
     last: bool
     tensors: list[TensorEntry]
     payload: dict[str, Any]
-    """Where the bytes are and what they add up to; see the transport."""
+    """Where the bytes are, and their checksum; see the transport."""
 
 
 class BucketSender(Protocol):
@@ -55,25 +55,25 @@ class BucketSender(Protocol):
     transport: Transport
 
     def send(self) -> None:
-        """Hand over what was filled last, where receivers do not fetch it themselves."""
+        """Send the slot that was filled last, if receivers do not fetch it themselves."""
 
     def fill(self, slot: int, tensors: NamedTensors) -> tuple[list[TensorEntry], dict[str, Any]]:
-        """Take all of ``tensors`` into a slot whose bytes nobody needs any more.
+        """Copy all of ``tensors`` into a slot whose bytes are no longer needed.
 
         Returns:
-            The bucket's entries and its payload. Its bytes are there when this returns.
+            The bucket's entries and its payload. The bytes are in place when this returns.
         """
 
     def close(self) -> None:
-        """Give back what the slots hold."""
+        """Free the slots."""
 
 
 class BucketStream:
     """Cuts a stream of (name, tensor) into buckets, each at most ``bucket_bytes``.
 
-    A tensor larger than that gets a bucket of its own. Where making the stream is collective,
-    every rank runs one, and those that send nothing pass no sender: they cut at the same places.
-    The first tensor is taken at once, the rest as buckets are asked for.
+    A tensor larger than that gets a separate bucket. If the tensors come from a collective, every
+    rank runs a stream, and ranks that send nothing pass no sender: all cut at the same places.
+    The constructor takes the first tensor; `next_bucket` takes the others.
 
     Raises:
         ValueError: the stream is empty.
@@ -91,9 +91,9 @@ class BucketStream:
             raise ValueError("expected a stream of weights, found no tensor in it")
 
     def next_bucket(self) -> Bucket | None:
-        """Fill the next slot and describe it; None at the end, and always without a sender.
+        """Fill the next slot and return its bucket; None at the end, and always without a sender.
 
-        The bucket before the last one must have been read: its slot is the one that is filled.
+        The bucket before the previous one must have been read, because its slot is filled again.
         """
         if self._sender is None:
             for _ in self._cut():
@@ -114,7 +114,7 @@ class BucketStream:
         )
 
     def close(self) -> None:
-        """Once every bucket was read, or none will be."""
+        """Call it after every bucket was read, or when none will be read."""
         if self._sender is not None:
             self._sender.close()
 
@@ -145,7 +145,7 @@ def tensor_entry(name: str, tensor: Tensor, offset: int) -> TensorEntry:
 
 
 def tensor_view(buffer: Tensor, entry: TensorEntry) -> Tensor:
-    """The tensor whose bytes ``buffer`` is, as a view of it.  # uint8 [nbytes]"""
+    """``buffer`` (uint8 ``[nbytes]``) viewed as the tensor of the entry."""
     dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"weight sync: {entry['name']} has the unknown dtype {entry['dtype']!r}")
@@ -153,16 +153,16 @@ def tensor_view(buffer: Tensor, entry: TensorEntry) -> Tensor:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements of ``tensor`` in C order, as bytes on CPU; a view where it already is so."""
+    """The elements of ``tensor`` in C order, as bytes on CPU; a view if no copy is needed."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def merge_buckets(buckets: Sequence[Bucket]) -> Bucket:
-    """The bucket of which every sending rank filled a slot of its own.
+    """One bucket from those of all sending ranks, which hold the same tensors.
 
     Raises:
-        ValueError: they did not fill them alike.
+        ValueError: the ranks' buckets differ.
     """
     first = buckets[0]
     handles: dict[str, Any] = {}
