@@ -1,4 +1,4 @@
-"""The console script ``rltrain``: one command a line in ``COMMANDS``."""
+"""The console script ``rltrain``: one command per entry of ``COMMANDS``."""
 
 import os
 import sys
@@ -118,7 +118,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
 
 
 def main(argv: Arguments | None = None) -> int:
-    """Run the command that ``argv`` names; the exit status is 2 when there is none such."""
+    """Run the command that ``argv`` names; the exit status is 2 when there is no such command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(usage())

@@ -1,8 +1,8 @@
-"""``rltrain bench compare OLD NEW``: what the files of ``benchmarks/`` say has become worse.
+"""``rltrain bench compare OLD NEW``: what became worse between two results of ``benchmarks/``.
 
-A file holds ``ratios``, each a median with its 95 % interval and larger being better, and
-``measured`` numbers, whose names end in their units. One is worse when the two intervals do not
-meet; a number without an interval is judged only where it is exact, which bytes are.
+A file holds ``ratios`` and ``measured`` numbers. A ratio is a median with its 95 % interval; larger
+is better. The name of a measured number ends in its unit. A number is worse if the two intervals do
+not overlap. A number without an interval is judged only if it is exact, as bytes are.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chan
 
 
 def notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What besides the code has changed."""
+    """What changed besides the code."""
     machines = old["machine"], new["machine"]
     names = sorted({**machines[0], **machines[1]})
     lines = [

@@ -25,8 +25,8 @@ def import_command(arguments: Sequence[str]) -> int:
     """Write a Hugging Face folder as a checkpoint of Megatron's.
 
     Raises:
-        ValueError: FOLDER is not what it should be, or OUT exists.
-        RuntimeError: OUT cannot be written, the disk is full, say.
+        ValueError: FOLDER is no supported model, or OUT exists.
+        RuntimeError: OUT cannot be written, for example on a full disk.
     """
     parser = _parser("import", "FOLDER", "a Hugging Face folder")
     options = parser.parse_args(arguments)
@@ -44,8 +44,8 @@ def export_command(arguments: Sequence[str]) -> int:
     """Write a checkpoint as a Hugging Face folder.
 
     Raises:
-        ValueError: there is no such checkpoint, it is not what it was, or OUT exists.
-        RuntimeError: OUT cannot be written, the disk is full, say.
+        ValueError: there is no such checkpoint, it was changed, or OUT exists.
+        RuntimeError: OUT cannot be written, for example on a full disk.
     """
     parser = _parser(
         "export", "SOURCE", "a run's folder, a checkpoint in it, or what rltrain import wrote"

@@ -1,4 +1,4 @@
-"""``rltrain data``: what a run would read, as the model would see it. No GPU, no Ray, no engine."""
+"""``rltrain data``: the data of a run as the model would see it. No GPU, no Ray, no engine."""
 
 import argparse
 import logging

@@ -1,7 +1,7 @@
 """``rltrain plan``: what a configuration needs, before anything is started. No GPU, no Ray.
 
-It plans for GPUs where ``--gpus`` or ``cluster.device=cuda`` says so, or this machine has some;
-else for the CPU of this machine, where such a run would compute.
+It plans for GPUs with ``--gpus`` or ``cluster.device=cuda``, or if this machine has GPUs. Else it
+plans for the CPU of this machine.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rltrain.planning.plan_text import describe_gpus
 from rltrain.weights.architecture.decoder import Architecture
 
 H100_GIB = 79.2
-"""What CUDA has of a card that is sold with 80 GB."""
+"""What CUDA reports for a card that is sold with 80 GB."""
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def plan(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     config = compose(options.overrides, options.config_dir)
     config, note = with_architecture(config)
-    # With --gpus it is planned for another machine than this one.
+    # --gpus plans for another machine.
     where = "cuda" if options.gpus else device(config.cluster)
     arch = check_plan(config, where)
     has_critic = needs_critic(config.algorithm)

@@ -1,4 +1,4 @@
-"""``rltrain report`` and ``rltrain dashboard``: what a run leaves to look at."""
+"""``rltrain report`` and ``rltrain dashboard``: pages about a finished run."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run ran on: the header of its report and its versions.json."""
+"""Versions and machine of a run: the header of its report and its versions.json."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def describe_environment() -> dict[str, str]:
-    """Versions of what computes, the machine, the commit; what is not there is left out."""
+    """Versions of packages, the machine, the commit; a package that is missing is left out."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -35,7 +35,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def resident_gib() -> float:
-    """Memory of this process and all below it; pages that several share count in each."""
+    """Memory of this process and its descendants; a shared page counts once per process."""
     this = psutil.Process()
     total = 0
     for process in (this, *this.children(recursive=True)):
@@ -58,7 +58,7 @@ def _hardware() -> str:
 
 
 def _commit() -> dict[str, str]:
-    """The commit of our own checkout; an installed copy has none, whatever lies around it."""
+    """The commit of rltrain's checkout; an installed copy has none."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return {}

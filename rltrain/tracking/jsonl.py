@@ -1,4 +1,4 @@
-"""JSON lines with a step each: metrics.jsonl and samples.jsonl.
+"""JSON lines, each with a step: metrics.jsonl and samples.jsonl.
 
 A line is complete on disk before the next step starts, so a killed run loses at most a torn last
 line, which the reader drops.
@@ -39,7 +39,7 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
 
 
 class JsonlWriter:
-    """Appends one line a call, flushed.
+    """Appends one line per call and flushes it.
 
     Args:
         first_step: the step the run starts or resumes at. Lines of that step and later are dropped

@@ -1,7 +1,7 @@
-"""Names and values against the catalogue, and the page that is generated from it.
+"""Checks names and values against the catalogue, and generates docs/metrics.md from it.
 
-The tracker refuses a name that is not in `rltrain.tracking.catalogue`, so no number is logged that
-nobody can look up.
+The tracker rejects a name that is not in `rltrain.tracking.catalogue`: every logged number is
+documented.
 """
 
 import difflib
@@ -18,15 +18,18 @@ Generated from `rltrain/tracking/catalogue.py` by
 `python -m rltrain.tracking.metrics > docs/metrics.md`; a test holds it current.
 
 Names are `area/name`. `E` is the mean over the denominator, always of the global batch. A metric
-that has nothing to be computed from in a step is left out of that step, never zero. `sampled`
-means on the first and every `routing_replay.sample_every`-th step.
+without data in a step is left out of that step; it is never logged as zero. `sampled` means on the
+first and every `routing_replay.sample_every`-th step.
 
 `d = log pi_train - log pi_rollout` of a sampled token, clamped to [-20, 20], as is its sum over a
-response; `rho = exp(d)`. Standard deviations divide by the count. `mismatch/` scores
-the batch as it was trained, with routing replay where it is on; `mismatch_native/` scores the same
-batch with native routing. A response token is *flipped* when native routing and the captured route
-pick different experts where its log-probability can depend on it: in any layer of the row that
-predicts it, or in any layer but the last of a row before that one, which attention reads."""
+response; `rho = exp(d)`. Standard deviations divide by the count. `mismatch/` scores the batch as
+it was trained, with routing replay if it is on. `mismatch_native/` scores the same batch with
+native routing.
+
+A response token is *flipped* if a routing difference can change its log-probability. That is the
+case if the engine and native routing in the trainer chose different experts (a) in any layer, at
+the position that predicts the token, or (b) at an earlier position, in any layer except the last.
+The last layer's output at earlier positions is not read by attention."""
 
 
 @cache

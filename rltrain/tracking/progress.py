@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a line a step of a run, a bar where there is a terminal."""
+"""What the user sees: one line per step, and a progress bar on a terminal."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ LINE_EVERY_S = 10.0
 
 
 class ProgressLine:
-    """Shows steps as they are logged; plain log lines where the output is no terminal."""
+    """Shows steps as they are logged; plain log lines if the output is not a terminal."""
 
     def __init__(self, num_steps: int, first_step: int, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -50,7 +50,7 @@ class ProgressLine:
             self._bar.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Steps count from 1, so ``step`` of them are done; 0 is what came before the first."""
+        """Steps count from 1, so ``step`` steps are done; 0 is before the first step."""
         line, left = f"step {step}  {key_numbers(metrics)}", self._time_left(step)
         if self._bar is None:
             logger.info("%s  (of %s%s)", line, self._num_steps, left and f", {left}")
@@ -59,7 +59,7 @@ class ProgressLine:
         self._bar.update(self._task, completed=step, description=left)
 
     def _time_left(self, step: int) -> str:
-        """By the mean of recent steps; nothing until two are logged, since starting is no step."""
+        """By the mean of recent steps; empty until two are logged. Start-up is not a step."""
         now = time.monotonic()
         if self._last is not None:
             self._durations.append(now - self._last)

@@ -1,8 +1,8 @@
 """report.html: one self-contained page about one run, made from the files in its folder alone.
 
 Reads config.yaml, versions.json, outcome.json, invariants.json, metrics.jsonl, samples.jsonl and
-gpus.csv; each may be missing, as after a run that died early. Loads nothing from anywhere when it
-is opened.
+gpus.csv. Any of them may be missing, for example after a run that died early. The page loads
+nothing from the network.
 """
 
 import json
@@ -33,7 +33,7 @@ LAYER_PREFIX = "routing/overlap/layer_"
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its legend: (CSS class, label, last value) a line."""
+    """A chart with its legend: (CSS class, label, last value) per line."""
 
     title: str
     svg: Markup
@@ -44,7 +44,7 @@ def write_report(run_dir: Path) -> Path:
     """Write ``run_dir/report.html`` anew and return its path.
 
     Raises:
-        ValueError: when there is no run folder, or a file in it is not what it should be.
+        ValueError: when there is no run folder, or a file in it cannot be read.
     """
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is no run folder: expected a folder with metrics.jsonl in it")

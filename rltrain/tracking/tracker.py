@@ -1,4 +1,4 @@
-"""Where a run's numbers go: one call a step, and every place has them.
+"""Where a run's numbers go: one call per step writes them to every place.
 
 The run folder gets versions.json, metrics.jsonl, samples.jsonl, outcome.json, report.html and, on
 GPUs, gpus.csv; the report is written from these and config.yaml alone, also when the run failed.
@@ -29,7 +29,7 @@ from rltrain.tracking.wandb import WandbRun
 logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
-"""Of a run that ended: how."""
+"""Says how a run ended; missing while it runs."""
 
 SAMPLE_COLUMNS = ("prompt", "response", "answer", "reward", "finish_reason")
 
@@ -84,7 +84,7 @@ class Tracker:
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all numbers of one step, once a step.
+        """Log all numbers of one step. Call it once per step.
 
         Raises:
             ValueError: a name that is not in the catalogue, or a value that is not a number.
@@ -106,7 +106,7 @@ class Tracker:
             self._wandb.log_samples(step, kept)
 
     def invariants(self, step: int, checks: Sequence[Mapping[str, str]]) -> None:
-        """Keep what the first step was checked for, for the report."""
+        """Keep the checks of the first step for the report."""
         text = json.dumps({"step": step, "checks": list(checks)}, indent=2)
         _write(self.run_dir / "invariants.json", text)
 

@@ -1,8 +1,8 @@
-"""The few numbers a run is judged by, and whether each is as it should be.
+"""The few numbers that summarize a run, and a verdict on each.
 
-A number is judged by what the run itself knows of its spread: a mismatch by every step at which it
-was measured, an accuracy by the number of problems. Where the steps disagree, or a change is within
-the spread, the verdict is ``mixed``: neither good nor bad is claimed.
+A verdict compares a number with its spread in the same run: for a mismatch, over the steps at which
+it was measured; for an accuracy, by the number of problems. If the steps disagree, or a change is
+within the spread, the verdict is ``mixed``: neither good nor bad.
 """
 
 import math
@@ -39,9 +39,9 @@ def scientific(value: float) -> str:
 
 
 def verdicts(rows: Rows, replay: str) -> list[Verdict]:
-    """Those that the rows of metrics.jsonl have numbers for.
+    """The verdicts that the rows of metrics.jsonl have numbers for.
 
-    Only ``r3`` promises a smaller mismatch; under the other modes it is shown and not judged.
+    Only ``r3`` promises a smaller mismatch. With other modes the mismatch is shown and not judged.
     """
     judged = replay == "r3"
     candidates = (_accuracy(rows), _coverage(rows), _k3(rows, judged), _flipped(rows, judged))
@@ -78,10 +78,10 @@ def _accuracy(rows: Rows) -> Verdict | None:
 
 
 def _spread(*shares: tuple[float, float]) -> float:
-    """Half the 95 % interval of the difference between two shares, each ``(share, of how many)``.
+    """Half the 95 % interval of the difference between two ``(share, number of problems)``.
 
-    One success and one failure are added to each, or the interval of 0 of n would be nothing
-    (Agresti and Caffo 2000). Evaluations ask the same problems, so the true interval is narrower.
+    One success and one failure are added to both shares: the interval of 0 of n would else be empty
+    (Agresti and Caffo 2000). Evaluations use the same problems, so the true interval is narrower.
     """
     smoothed = [((p * n + 1) / (n + 2), n + 2) for p, n in shares]
     return Z_95 * math.sqrt(sum(p * (1 - p) / n for p, n in smoothed))
@@ -139,7 +139,7 @@ def _flipped(rows: Rows, judged: bool) -> Verdict | None:
 
 
 def _state(both: Rows, name: str, judged: bool) -> State:
-    """Good where every measured step is lower than natively; one step alone has no spread."""
+    """Good if every measured step is lower than natively. A single step has no spread."""
     if not judged:
         return "unjudged"
     lower = [row[f"mismatch/{name}"] < row[f"mismatch_native/{name}"] for row in both]

@@ -1,12 +1,12 @@
 """Weights & Biases: the run, its step axis, the table of samples and the dashboard.
 
-What plain ``wandb`` can do is name the step axis and summary of a metric, and log charts and
-tables; its live page always groups metrics by the part of the name before the slash. The sections
-of ``tracking.dashboard`` therefore appear as custom charts when a run finishes, and as a saved
-view of the project by ``save_dashboard``, which needs ``wandb-workspaces`` and a server.
+Plain ``wandb`` names the step axis and summary of a metric, and logs charts and tables. Its live
+page always groups metrics by the part of the name before the slash. So the sections of
+``tracking.dashboard`` appear as custom charts when a run finishes, and as a saved view of the
+project by ``save_dashboard``, which needs ``wandb-workspaces`` and a server.
 
-Online, steps that a resumed run repeats stand twice on the step axis: wandb cannot take back what
-was sent. metrics.jsonl has them once.
+Online, steps that a resumed run repeats appear twice on the step axis: wandb cannot delete what was
+sent. metrics.jsonl has them once.
 """
 
 import logging
