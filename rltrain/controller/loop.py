@@ -55,8 +55,8 @@ class Trainer(Loop):
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
         sampled, metrics = self.sampler.sample(step, timer)
         metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
-        batch, found = self.fall_back(sampled.batch, sampled.names)
-        metrics |= found
+        batch, measured = self.fall_back(sampled.batch, sampled.names)
+        metrics |= measured
         self.colocation.to_training(timer, will_sync=self.syncs(step))
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
@@ -74,8 +74,8 @@ class Trainer(Loop):
                 self.critic.begin_step(batch)
                 batch = batch.with_fields(values=self.critic.values())
         with timer.phase("advantages"):
-            batch, found = self.compute_advantages(batch)
-            metrics |= found
+            batch, measured = self.compute_advantages(batch)
+            metrics |= measured
         if self.critic is not None:
             with timer.phase("critic_update"):
                 metrics |= self.update_critic(self.critic, batch)
@@ -209,8 +209,8 @@ class Trainer(Loop):
 
     def update(self, batch: Batch) -> list[Updated]:
         names = ["old_logprobs", "advantages", "loss_weights"]
-        given = ("ref_logprobs", "correction_weights")
-        names += [name for name in given if getattr(batch, name) is not None]
+        optional = ("ref_logprobs", "correction_weights")
+        names += [name for name in optional if getattr(batch, name) is not None]
         fields = dict(zip(names, batch.require(*names), strict=True))
         routing = UPDATE_ROUTING[self.config.routing_replay.mode]
         return self.policy.update(fields, routing=routing, kl_coef=self.kl_coef)

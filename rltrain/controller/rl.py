@@ -35,14 +35,16 @@ def run(config: Config, data: RunData) -> None:
     if is_finished(config):
         return
     with ExitStack() as stack:
-        given = Path(config.model.path) if config.model.path else None
+        model_path = Path(config.model.path) if config.model.path else None
         tokenizer, problems = data.tokenizer, data.problems
         if config.rollout.quantization == "fp8":
-            arch = read_architecture(given or build_random_model(config.model), config.model.mtp)
+            arch = read_architecture(
+                model_path or build_random_model(config.model), config.model.mtp
+            )
             check_fp8_blocks(arch, config.rollout.tensor_parallel)
         placed = stack.enter_context(cluster(config))
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
-        path = given or warm_started_model(config, placed)
+        path = model_path or warm_started_model(config, placed)
         arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
         # with the memory that it finds free.

@@ -140,8 +140,8 @@ def _free(target: Path) -> str:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The complete ones of its steps, oldest first."""
-    found = (p.parent for p in _folder(run_dir).glob(f"step_*/{MANIFEST}"))
-    return sorted(found, key=step_of)
+    complete = (p.parent for p in _folder(run_dir).glob(f"step_*/{MANIFEST}"))
+    return sorted(complete, key=step_of)
 
 
 def last_weights(run_dir: Path) -> Path | None:
@@ -180,10 +180,10 @@ def check_model(path: Path, model: "ModelIdentity", *, trust: bool) -> None:
             f"{path} does not say which model it is of: a version of rltrain before 0.1.1 wrote "
             "it. Set checkpoint.trust=true if you know that it is of this model"
         )
-    if saved is not None and (found := identity_differences(saved, model)):
+    if saved is not None and (differences := identity_differences(saved, model)):
         raise ValueError(
             f"{path} is of another model than model.path:\n"
-            + "\n".join(f"  {line}" for line in found)
+            + "\n".join(f"  {line}" for line in differences)
             + "\nGo on with the model that the run began with, or start anew in another "
             "trainer.output_dir"
         )
@@ -191,9 +191,9 @@ def check_model(path: Path, model: "ModelIdentity", *, trust: bool) -> None:
 
 def check_resumed(config: Config, arch: "Architecture") -> None:
     """What ``trainer.resume=auto`` would go on from is of this run's model; see `check_model`."""
-    found = checkpoints(Path(config.trainer.output_dir))
-    if config.trainer.resume == "auto" and found:
-        check_model(found[-1], model_of(config, arch), trust=config.checkpoint.trust)
+    saved = checkpoints(Path(config.trainer.output_dir))
+    if config.trainer.resume == "auto" and saved:
+        check_model(saved[-1], model_of(config, arch), trust=config.checkpoint.trust)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -39,26 +39,26 @@ def examine(config: Config, model: Architecture, num_trials: int = 1) -> RunData
     Args:
         num_trials: how many problems the reward function is tried on
     """
-    found = RunData()
+    run_data = RunData()
     try:
-        _read(config, model, found)
+        _read(config, model, run_data)
         if config.algorithm.type == "rl":
-            _try_reward(config, found, num_trials)
+            _try_reward(config, run_data, num_trials)
     except ValueError as error:
-        found.fault = error
-    return found
+        run_data.fault = error
+    return run_data
 
 
-def _read(config: Config, model: Architecture, found: RunData) -> None:
-    """Tokenizer and problems, checked; what comes before a fault stays in ``found``."""
+def _read(config: Config, model: Architecture, run_data: RunData) -> None:
+    """Tokenizer and problems, checked; what comes before a fault stays in ``run_data``."""
     supervised = config.algorithm.type == "sft"
     folder = folder_of(config)
-    tokenizer = found.tokenizer = load_tokenizer(config.model)
+    tokenizer = run_data.tokenizer = load_tokenizer(config.model)
     if folder is not None:
         check_tokenizer(tokenizer, folder)
     check_special_ids(tokenizer, folder, model.vocab_size, supervised=supervised)
     check_stop_strings(tokenizer, config.rollout.stop)
-    problems = found.problems = problems_of(config, tokenizer)
+    problems = run_data.problems = problems_of(config, tokenizer)
     check_vocabulary(tokenizer, model.vocab_size, folder, _named(problems))
     if supervised:
         limit = config.rollout.max_response_tokens
@@ -66,23 +66,23 @@ def _read(config: Config, model: Architecture, found: RunData) -> None:
             with_targets(part, tokenizer, config.data, limit)
             for part in (problems.train, problems.held_out)
         )
-        problems = found.problems = replace(problems, train=train, held_out=held_out)
+        problems = run_data.problems = replace(problems, train=train, held_out=held_out)
     num_prompts = config.trainer.prompts_per_step if supervised else config.prompts_per_round
     check_step_size(len(problems.train), num_prompts, config.data.repeat_in_step)
 
 
-def _try_reward(config: Config, found: RunData, num_trials: int) -> None:
-    found.trials = tuple(try_rewards(config.data.reward, found.problems.train, num_trials))
-    for trial in found.trials:
+def _try_reward(config: Config, run_data: RunData, num_trials: int) -> None:
+    run_data.trials = tuple(try_rewards(config.data.reward, run_data.problems.train, num_trials))
+    for trial in run_data.trials:
         check_trial(trial, config.data.reward.function)
 
 
-def check_folder_tokenizer(config: Config, found: RunData) -> None:
+def check_folder_tokenizer(config: Config, run_data: RunData) -> None:
     """See `check_auto_tokenizer`, which imports torch; with code of the folder's own it is the
     run's tokenizer already."""
     folder = folder_of(config)
     if folder is not None and not config.model.trust_remote_code:
-        check_auto_tokenizer(found.tokenizer, folder)
+        check_auto_tokenizer(run_data.tokenizer, folder)
 
 
 def folder_of(config: Config) -> Path | None:

@@ -108,15 +108,15 @@ class Sampler:
         with timer.phase("reward"):
             results = iter(self.pool.collect())
             rewards = [[next(results) for _ in group.rollouts] for group in groups]
-            found = [result for n in order for result in rewards[n]]
+            results_in_order = [result for n in order for result in rewards[n]]
             batch = stages.with_rewards(
                 batch,
-                [result.value for result in found],
+                [result.value for result in results_in_order],
                 shuffle_seed=self._shuffle_seed(step, round),
             )
         names = [name for n in order for name in groups[n].names]
-        num_timeouts = sum(result.status == "timeout" for result in found)
-        correct = [result.correct for result in found]
+        num_timeouts = sum(result.status == "timeout" for result in results_in_order)
+        correct = [result.correct for result in results_in_order]
         return Sampled(batch, names, correct, num_timeouts, len(problems) - len(groups))
 
     def _shuffle_seed(self, step: int, round: int) -> int | None:

@@ -79,33 +79,33 @@ class Speed:
         """
         tokens = step.get("rollout/num_tokens", batch.num_tokens)
         per_second = tokens / step["time/step"]
-        found = {
+        throughput = {
             "throughput/tokens_per_second": per_second,
             "memory/host_rss_gib": resident_gib(),
         }
         sampled = "rollout/num_response_tokens" in step
         if sampled:
             generated = step["rollout/num_response_tokens"] / step["time/generate"]
-            found["throughput/generated_tokens_per_second"] = generated
+            throughput["throughput/generated_tokens_per_second"] = generated
         if self.placement.num_gpus:
             per_gpu = per_second / self.placement.num_gpus
-            found["throughput/tokens_per_second_per_gpu"] = per_gpu
+            throughput["throughput/tokens_per_second_per_gpu"] = per_gpu
         if self.card is None:
-            return found
+            return throughput
         lens = batch.seq_lens.tolist()
         peak = self.card.flops * len(self.placement.policy)
         scoring = forward_flops(self.work, lens) / peak
         update = update_flops(self.work, lens) / peak
         if scored and "time/old_logprobs" in step:
-            found["throughput/mfu_scoring"] = scoring / step["time/old_logprobs"]
+            throughput["throughput/mfu_scoring"] = scoring / step["time/old_logprobs"]
         if updated:
-            found["throughput/mfu_update"] = update / step["time/update"]
+            throughput["throughput/mfu_update"] = update / step["time/update"]
         if sampled and tokens == batch.num_tokens and not step.get("rollout/aborted_groups"):
             decoding = self._decoding_seconds(batch, self.work, self.card)
             bound = tokens / (decoding + scoring + update) / self.placement.num_gpus
-            found["throughput/generate_over_bound"] = decoding / step["time/generate"]
-            found["throughput/bound_tokens_per_second_per_gpu"] = bound
-        return found
+            throughput["throughput/generate_over_bound"] = decoding / step["time/generate"]
+            throughput["throughput/bound_tokens_per_second_per_gpu"] = bound
+        return throughput
 
     def _decoding_seconds(self, batch: Batch, work: Work, card: Card) -> float:
         responses = sequence_sum(batch.response_mask.double(), batch.seq_lens).long()

@@ -71,9 +71,9 @@ def with_correction(batch: Batch, correction: CorrectionConfig) -> tuple[Batch, 
     if not correction.active:
         return batch, {}
     old, rollout, mask = batch.require("old_logprobs", "rollout_logprobs", "loss_mask")
-    found = correct(old, rollout, mask, batch.seq_lens, correction)
-    batch = batch.with_fields(loss_mask=found.mask, correction_weights=found.weights)
-    return batch, found.metrics
+    corrected = correct(old, rollout, mask, batch.seq_lens, correction)
+    batch = batch.with_fields(loss_mask=corrected.mask, correction_weights=corrected.weights)
+    return batch, corrected.metrics
 
 
 def with_token_rewards(
@@ -126,14 +126,14 @@ def with_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, floa
         lam=algorithm.lam,
     )
     estimate = find_advantage(algorithm.advantage).estimate
-    found = require_advantages(estimate(inputs), inputs, algorithm.advantage)
+    estimated = require_advantages(estimate(inputs), inputs, algorithm.advantage)
     if algorithm.overlong.mask:
         (truncated,) = batch.require("truncated")
         loss_mask = loss_mask & ~truncated.repeat_interleave(batch.seq_lens)
     batch = batch.with_fields(
-        advantages=found.advantages, returns=found.returns, loss_mask=loss_mask
+        advantages=estimated.advantages, returns=estimated.returns, loss_mask=loss_mask
     )
-    return with_loss_weights(batch, config), advantage_metrics(found.advantages[loss_mask])
+    return with_loss_weights(batch, config), advantage_metrics(estimated.advantages[loss_mask])
 
 
 def with_loss_weights(batch: Batch, config: Config) -> Batch:

@@ -100,8 +100,8 @@ class PolicyWorker(MegatronWorker):
             fetched = fetch_routes(routes, self.model.route_layers) if routes else self._no_routes()
             shard = shard.with_fields(rollout_expert_indices=torch.from_numpy(fetched))
         elif routes is not None:
-            own = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
-            shard = shard.with_fields(rollout_expert_indices=routes[:, own])
+            columns = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
+            shard = shard.with_fields(rollout_expert_indices=routes[:, columns])
         self.shard = shard
 
     def _no_routes(self) -> RouteIds:
@@ -237,7 +237,7 @@ class PolicyWorker(MegatronWorker):
         shard = self._replaying(self._shard().with_fields(**fields), routing)
         traced = self.config.routing_replay.trace and routing == "rollout"
         recorder = Recorder(self.model, shard.num_tokens) if traced else None
-        found = self._accumulate(
+        sums = self._accumulate(
             plan,
             shard,
             partial(self._objective, kl_coef),
@@ -246,7 +246,7 @@ class PolicyWorker(MegatronWorker):
         )
         if recorder is not None:
             self._trace(shard, plan, recorder.gathered(), "the update")
-        return self._take_step(found)
+        return self._take_step(sums)
 
     def _objective(
         self, kl_coef: float, mb: MicroBatch, logprobs: Tensor, entropy: Tensor
@@ -256,13 +256,13 @@ class PolicyWorker(MegatronWorker):
         if self.config.algorithm.type == "sft":
             return sft_objective(logprobs, weights=mb.at_targets(loss_weights))
         names = ["old_logprobs", "advantages", "ref_logprobs", "correction_weights"]
-        given = {n: getattr(batch, n) for n in names if getattr(batch, n) is not None}
+        token_fields = {n: getattr(batch, n) for n in names if getattr(batch, n) is not None}
         return policy_objective(
             logprobs,
             entropy,
             Targets(
                 weights=mb.at_targets(loss_weights),
-                **{name: mb.at_targets(values) for name, values in given.items()},
+                **{name: mb.at_targets(values) for name, values in token_fields.items()},
             ),
             sequence_mean=sequence_mean(mb, loss_weights, self.mesh),
             config=self.config.algorithm,

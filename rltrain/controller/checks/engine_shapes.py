@@ -47,10 +47,10 @@ def check_tensor_parallel(rollout: RolloutConfig, model: Architecture) -> None:
         sizes["rows of an expert (moe_intermediate_size)"] = model.expert_size
     if model.shared_expert_size:
         sizes["rows of the shared expert"] = model.shared_expert_size
-    for what, size in sizes.items():
+    for unit, size in sizes.items():
         if size % ranks:
             raise ValueError(
-                f"rollout.tensor_parallel={ranks}: expected a divisor of the {size} {what} of the "
+                f"rollout.tensor_parallel={ranks}: expected a divisor of the {size} {unit} of the "
                 "model"
             )
     if model.mla is None and ranks > model.num_kv_heads and ranks % model.num_kv_heads:
@@ -99,10 +99,14 @@ def cpu_head_sizes(file: Path, besides: tuple[int, ...] = ()) -> tuple[int, ...]
     if spec is None or not spec.submodule_search_locations:
         return ()
     source = Path(spec.submodule_search_locations[0]) / file
-    found = _returned(source, "get_supported_head_sizes") if source.is_file() else None
-    if not (isinstance(found, list) and found and all(type(size) is int for size in found)):
+    listed_sizes = _returned(source, "get_supported_head_sizes") if source.is_file() else None
+    if not (
+        isinstance(listed_sizes, list)
+        and listed_sizes
+        and all(type(size) is int for size in listed_sizes)
+    ):
         return ()
-    return tuple(sorted({*found, *besides}))
+    return tuple(sorted({*listed_sizes, *besides}))
 
 
 @cache

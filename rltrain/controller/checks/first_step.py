@@ -80,13 +80,13 @@ def check_first_supervised_step(
     num_tokens = int(batch.seq_lens[:first].sum())
     mask = batch.response_mask[:num_tokens]
     expected = -float(scored.logprobs[:num_tokens][mask].double().mean())
-    found = updates[0].totals["nll"] / updates[0].totals["tokens"]
-    holds = abs(found - expected) <= bound.half
+    first_loss = updates[0].totals["nll"] / updates[0].totals["tokens"]
+    holds = abs(first_loss - expected) <= bound.half
     return [
         _check(
             "the first loss is that of a scoring pass",
             holds,
-            f"{found:.6f} and {expected:.6f} nat",
+            f"{first_loss:.6f} and {expected:.6f} nat",
             f"at most {bound.half:g} apart",
         ),
         _losses(native_losses),
@@ -153,8 +153,8 @@ def _reference(first: FirstStep, config: Config) -> list[Check]:
     checks = [_within(name, bound, count_above(distances), len(distances), "|log ratio|")]
     if first.paired.ref_logprobs is not first.batch.ref_logprobs:
         bias = _k3(first.batch)
-        found = f"mean k3 = {bias:.1e}, of the native reference to the replayed policy"
-        checks.append(_unchecked("routing bias of the reference", found))
+        bias_text = f"mean k3 = {bias:.1e}, of the native reference to the replayed policy"
+        checks.append(_unchecked("routing bias of the reference", bias_text))
     return checks
 
 
@@ -171,8 +171,8 @@ def _entropy(first: FirstStep) -> Check:
     most = first.metrics["policy/entropy_max"]
     rounding = 1e-5 * limit  # of sums over the vocabulary, and over tokens of one entropy
     fits = -rounding <= mean <= most + rounding <= limit + 2 * rounding
-    found = f"mean {mean:.3g}, max {most:.3g} nat"
-    return _check(name, fits, found, f"0 to log V = {limit:.3g}")
+    values = f"mean {mean:.3g}, max {most:.3g} nat"
+    return _check(name, fits, values, f"0 to log V = {limit:.3g}")
 
 
 def _mismatch(first: FirstStep, config: Config) -> Check:
@@ -196,17 +196,17 @@ def _distances(batch: Batch, logprobs: Tensor, others: Tensor) -> Tensor:
 
 
 def _within(
-    name: str, bound: Bound, above: Callable[[float], float], num_tokens: int, what: str
+    name: str, bound: Bound, above: Callable[[float], float], num_tokens: int, quantity: str
 ) -> Check:
     shares = (f"{100 * above(x) / max(1, num_tokens):.2g} % above {x:g}" for x in bound.distances)
-    found = f"{what} of {num_tokens} tokens: {', '.join(shares)}"
-    return _check(name, bound.holds(above, num_tokens), found, f"{bound}, and chance")
+    shares_text = f"{quantity} of {num_tokens} tokens: {', '.join(shares)}"
+    return _check(name, bound.holds(above, num_tokens), shares_text, f"{bound}, and chance")
 
 
 def _losses(native_losses: Sequence[str]) -> Check:
     """Turning one on is allowed; it has to be seen."""
-    found = ", ".join(native_losses) or "none"
-    return Check("router losses and bias updates", found, "off, or named", "pass")
+    names = ", ".join(native_losses) or "none"
+    return Check("router losses and bias updates", names, "off, or named", "pass")
 
 
 def _check(name: str, holds: bool, found: str, expected: str) -> Check:

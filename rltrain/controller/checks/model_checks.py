@@ -53,12 +53,12 @@ def tiny_architecture(tiny: TinyModel) -> Architecture:
 def check_layout(config: Config, model: Architecture) -> None:
     """The policy's parallel layout divides the model."""
     layout = config.policy.parallel
-    for key, parts, what, size in (
+    for key, parts, unit, size in (
         ("policy.parallel.tp", layout.tp, "attention heads", model.num_heads),
         ("policy.parallel.tp", layout.tp, "key-value heads", model.num_kv_heads),
     ):
         if size % parts:
-            raise ValueError(f"{key}={parts}: expected a divisor of the {size} {what} of the model")
+            raise ValueError(f"{key}={parts}: expected a divisor of the {size} {unit} of the model")
     if layout.ep > 1 and (model.num_experts == 0 or model.num_experts % layout.ep):
         raise ValueError(
             f"policy.parallel.ep={layout.ep}: expected a divisor of the model's experts, found "
@@ -121,11 +121,11 @@ def check_imported(model: ModelConfig) -> None:
         return
     weights = Path(model.weights).expanduser()
     check_manifest(weights)
-    found, expected = (
+    imported, expected = (
         replace(read_architecture(folder, model.mtp), skipped_mtp_layers=0)
         for folder in (weights / HUGGINGFACE, model.path)
     )
-    if found != expected:
+    if imported != expected:
         raise ValueError(
             f"model.weights={weights}: expected what rltrain import made of "
             f"model.path={model.path}, found the weights of another architecture"

@@ -46,20 +46,20 @@ def preflight(config: Config) -> RunData:
     if config.algorithm.type == "rl":
         check_replay(config, model)
         check_engines(config, model)
-    found = examine(config, model)
-    if found.fault is not None:
-        raise found.fault
+    data = examine(config, model)
+    if data.fault is not None:
+        raise data.fault
     if config.algorithm.type == "rl":
         check_algorithm(config.algorithm)
     if config.cluster.address is None:
         check_ranks(config, device(config.cluster), count_cores(), count_gpus())
-    check_folder_tokenizer(config, found)
+    check_folder_tokenizer(config, data)
     if config.model.path is not None:
         check_weights(config.model.path, model)
     check_imported(config.model)
     check_resumed(config, model)
     check_output(config)
-    return found
+    return data
 
 
 def check_engines(config: Config, model: Architecture) -> None:

@@ -38,9 +38,9 @@ def try_rewards(config: RewardConfig, problems: Sequence[Problem], number: int) 
     """
     chosen = list(problems[:number])
     answers = [_as_response(problem.answer) for problem in chosen]
-    given = {n: answer for n, answer in enumerate(answers) if answer is not None}
-    first = dry_run(config, [_sample(chosen[n], answer) for n, answer in given.items()])
-    rights = dict(zip(given, first, strict=True))
+    answered = {n: answer for n, answer in enumerate(answers) if answer is not None}
+    first = dry_run(config, [_sample(chosen[n], answer) for n, answer in answered.items()])
+    rights = dict(zip(answered, first, strict=True))
     trials = [
         Trial(p, a, rights.get(n)) for n, (p, a) in enumerate(zip(chosen, answers, strict=True))
     ]
@@ -50,7 +50,7 @@ def try_rewards(config: RewardConfig, problems: Sequence[Problem], number: int) 
     pairs = [(p, other) for p, pair in zip(chosen, others, strict=True) for other in pair]
     scored = iter(zip(pairs, dry_run(config, [_sample(*pair) for pair in pairs]), strict=True))
     for n, trial in enumerate(trials):
-        (_, other), wrong = min(islice(scored, 2), key=lambda found: _low(found[1]))
+        (_, other), wrong = min(islice(scored, 2), key=lambda trial_result: _low(trial_result[1]))
         trials[n] = replace(trial, other=other, wrong=wrong)
     return trials
 
@@ -75,16 +75,18 @@ def check_trial(trial: Trial, function: str) -> None:
     if right is None or wrong is None or right.value is None or wrong.value is None:
         return
     if right.value <= wrong.value:
-        found = (
+        comparison = (
             f"{of}: the reference answer {shorten(str(trial.answer))!r} has the reward "
             f"{right.value:g}, and the response {trial.other!r} has {wrong.value:g}"
         )
         if function in BUILT_IN_REWARDS:
             raise ValueError(
-                f"{found}: right answers would never be rewarded. Is data.answer_column the right "
-                "one, and does this function compare such answers?"
+                f"{comparison}: right answers would never be rewarded. Is data.answer_column the "
+                "right one, and does this function compare such answers?"
             )
-        _log.warning("%s: it rewards no right answer as such, or answers in another form", found)
+        _log.warning(
+            "%s: it rewards no right answer as such, or answers in another form", comparison
+        )
 
 
 def _as_response(answer: object) -> str | None:

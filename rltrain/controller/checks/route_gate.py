@@ -14,7 +14,9 @@ NAMED = 3  # other cells that a message lists
 def narrow_bins(agreement: Agreement) -> dict[int, int]:
     """By layer, how wide a flip rounding may make; see `rltrain.routing.noise`."""
     flips = agreement.flips.items()
-    return {layer: last_narrow_bin(found, agreement.num_judged) for layer, found in flips}
+    return {
+        layer: last_narrow_bin(layer_flips, agreement.num_judged) for layer, layer_flips in flips
+    }
 
 
 def flip_metrics(agreement: Agreement, flips: WideFlips) -> dict[str, float]:
@@ -24,7 +26,7 @@ def flip_metrics(agreement: Agreement, flips: WideFlips) -> dict[str, float]:
         return {}
     pairs = np.unique(np.stack([flips.rows, flips.layers]), axis=1)
     wide = {layer: int((pairs[1] == layer).sum()) / rows for layer in layers}
-    noise = {n: noise_scale(found.runners_up) for n, found in agreement.flips.items()}
+    noise = {n: noise_scale(layer_flips.runners_up) for n, layer_flips in agreement.flips.items()}
     known = {layer: scale for layer, scale in noise.items() if np.isfinite(scale)}
     return {
         "routing/judged_fraction": rows / max(1, agreement.num_rows),
@@ -45,14 +47,14 @@ def wrong_routes(
         judged=judged_rows(mask, batch.seq_lens).numpy(),
         layers=tuple(sorted(agreement.flips)),
         experts_per_token=experts_per_token,
-        uses={layer: found.uses for layer, found in agreement.flips.items()},
+        uses={layer: layer_flips.uses for layer, layer_flips in agreement.flips.items()},
     )
-    found = systematic(flips, case)
-    return _message(found, flips, case) if found else None
+    findings = systematic(flips, case)
+    return _message(findings, flips, case) if findings else None
 
 
-def _message(found: list[Finding], flips: WideFlips, case: JudgedStep) -> str:
-    best, others = found[0], found[1:]
+def _message(findings: list[Finding], flips: WideFlips, case: JudgedStep) -> str:
+    best, others = findings[0], findings[1:]
     layers = np.unique(flips.layers[best.inside]).tolist()
     first = int(np.flatnonzero(best.inside)[0])
     ends = np.cumsum(case.seq_lens)

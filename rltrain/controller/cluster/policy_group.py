@@ -107,8 +107,8 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         )
         shards = [merge_stages(stages) for stages in answers]
         logprobs = self._unshard([scored.logprobs for scored in shards])
-        found = [scored.agreement for scored in shards if scored.agreement is not None]
-        return Scored(logprobs, self._merge(found) if found else None)
+        agreements = [scored.agreement for scored in shards if scored.agreement is not None]
+        return Scored(logprobs, self._merge(agreements) if agreements else None)
 
     def update(
         self,
@@ -133,12 +133,12 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
     def wide_flips(self, narrow: Mapping[int, int]) -> WideFlips:
         """Of the whole batch; see `PolicyWorker.wide_flips`."""
         answers = self._by_dp_rank(self._call(lambda worker: worker.wide_flips(narrow)))
-        found = [
+        flips = [
             replace(part, rows=self._batch.token_index(rows).numpy()[part.rows])
             for rows, stages in zip(self._plan.shards, answers, strict=True)
             for part in stages
         ]
-        return join_flips(found)
+        return join_flips(flips)
 
     @property
     def padded_fraction(self) -> float:
@@ -154,39 +154,41 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         )
         return 1 - self._batch.num_tokens / slots
 
-    def _merge(self, found: Sequence[Agreement]) -> Agreement:
-        layers = found[0].shared
+    def _merge(self, agreements: Sequence[Agreement]) -> Agreement:
+        layers = agreements[0].shared
         return Agreement(
-            num_rows=sum(a.num_rows for a in found),
-            shared={layer: sum(a.shared[layer] for a in found) for layer in layers},
-            gate_mass={layer: sum(a.gate_mass[layer] for a in found) for layer in layers},
-            part_rows=_summed([a.part_rows for a in found]),
-            part_shared=_summed([a.part_shared for a in found]),
-            flipped=self._unshard([a.flipped for a in found]),
-            first_flip=self._unshard([a.first_flip for a in found]),
-            load={n: torch.stack([a.load[n] for a in found]).sum(0) for n in found[0].load},
-            num_judged=sum(a.num_judged for a in found),
-            flips={n: sum_flips([a.flips[n] for a in found]) for n in found[0].flips},
+            num_rows=sum(a.num_rows for a in agreements),
+            shared={layer: sum(a.shared[layer] for a in agreements) for layer in layers},
+            gate_mass={layer: sum(a.gate_mass[layer] for a in agreements) for layer in layers},
+            part_rows=_summed([a.part_rows for a in agreements]),
+            part_shared=_summed([a.part_shared for a in agreements]),
+            flipped=self._unshard([a.flipped for a in agreements]),
+            first_flip=self._unshard([a.first_flip for a in agreements]),
+            load={
+                n: torch.stack([a.load[n] for a in agreements]).sum(0) for n in agreements[0].load
+            },
+            num_judged=sum(a.num_judged for a in agreements),
+            flips={n: sum_flips([a.flips[n] for a in agreements]) for n in agreements[0].flips},
         )
 
 
 def merge_stages(stages: Sequence[StageScored]) -> Scored:
     """What the pipeline stages know of one shard, together."""
     (logprobs,) = (stage.logprobs for stage in stages if stage.logprobs is not None)
-    found = [stage.agreement for stage in stages if stage.agreement is not None]
-    if not found:
+    agreements = [stage.agreement for stage in stages if stage.agreement is not None]
+    if not agreements:
         return Scored(logprobs, None)
     agreement = Agreement(
-        num_rows=found[0].num_rows,
-        shared={layer: n for stage in found for layer, n in stage.shared.items()},
-        gate_mass={layer: mass for stage in found for layer, mass in stage.gate_mass.items()},
-        part_rows=found[0].part_rows,
-        part_shared=_summed([stage.part_shared for stage in found]),
-        flipped=torch.stack([stage.flipped for stage in found]).any(0),
-        first_flip=torch.stack([stage.first_flip for stage in found]).amin(0),
-        load={layer: load for stage in found for layer, load in stage.load.items()},
-        num_judged=found[0].num_judged,
-        flips={layer: flips for stage in found for layer, flips in stage.flips.items()},
+        num_rows=agreements[0].num_rows,
+        shared={layer: n for stage in agreements for layer, n in stage.shared.items()},
+        gate_mass={layer: mass for stage in agreements for layer, mass in stage.gate_mass.items()},
+        part_rows=agreements[0].part_rows,
+        part_shared=_summed([stage.part_shared for stage in agreements]),
+        flipped=torch.stack([stage.flipped for stage in agreements]).any(0),
+        first_flip=torch.stack([stage.first_flip for stage in agreements]).amin(0),
+        load={layer: load for stage in agreements for layer, load in stage.load.items()},
+        num_judged=agreements[0].num_judged,
+        flips={layer: flips for stage in agreements for layer, flips in stage.flips.items()},
     )
     return Scored(logprobs, agreement)
 

@@ -62,8 +62,10 @@ def check_address(address: str) -> None:
 def start_failure(error: BaseException, address: str | None, machine: HostState) -> RuntimeError:
     """What an error of ``ray.init`` means."""
     said = " ".join(strip_terminal_codes(str(error)).split())
-    what = f"Ray did not start: {said}" if address is None else f"cluster.address={address}: {said}"
-    return RuntimeError(f"{what}\n{_remedy(said, address, machine)}")
+    failure = (
+        f"Ray did not start: {said}" if address is None else f"cluster.address={address}: {said}"
+    )
+    return RuntimeError(f"{failure}\n{_remedy(said, address, machine)}")
 
 
 def _remedy(said: str, address: str | None, machine: HostState) -> str:

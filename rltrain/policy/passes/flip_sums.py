@@ -41,12 +41,12 @@ class FlipSums:
         self._counts = self._counts.to(mb.device)
         self._spreads = self._spreads.to(mb.device)
         for layer, record in records.items():
-            found = record.deficits
-            assert found is not None, f"layer {layer}: its targets were not compared"
+            deficits = record.deficits
+            assert deficits is not None, f"layer {layer}: its targets were not compared"
             counts = self._counts[self._row[layer]]
-            _count(counts, stripes, found.runners_up.long(), judged)
-            _count(counts, stripes, found.experts + _BYTES, judged)
-            self._spreads[self._row[layer]] += (found.spread * judged.squeeze(1)).double().sum()
+            _count(counts, stripes, deficits.runners_up.long(), judged)
+            _count(counts, stripes, deficits.experts + _BYTES, judged)
+            self._spreads[self._row[layer]] += (deficits.spread * judged.squeeze(1)).double().sum()
 
     def summed(self, mesh: Mesh) -> dict[int, LayerFlips]:
         """By layer. Collective over the ranks that share the shard's tokens."""

@@ -163,10 +163,10 @@ def infer(
 
     with torch.no_grad():
         _run(model, micro_batches, collect, replay=replay, recorder=recorder)
-    found = torch.zeros(num_tokens)
+    by_token = torch.zeros(num_tokens)
     for mb, values in slots:  # now, and not while there are micro-batches to start
-        mb.scatter(values, mb.layout.targets, found)
-    return model.over_context(found) if model.mesh.is_last_stage else None
+        mb.scatter(values, mb.layout.targets, by_token)
+    return model.over_context(by_token) if model.mesh.is_last_stage else None
 
 
 def accumulate(
@@ -185,15 +185,15 @@ def accumulate(
     objective's weights already hold the only denominator there is, so the first two are undone.
     """
     undo = len(micro_batches) * model.mesh.dp_size
-    found: list[Sums] = []
+    all_sums: list[Sums] = []
 
     def loss(mb: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         value, sums = objective(mb, *model.outputs(output, mb.target_ids))
-        found.append(sums)
+        all_sums.append(sums)
         return value * undo, {}
 
     _run(model, micro_batches, loss, replay=replay, backward=True, recorder=recorder)
-    return found
+    return all_sums
 
 
 def _run(
@@ -265,10 +265,10 @@ class Recorder:
 
     def keep(self, mb: MicroBatch, taps: RoutingTaps) -> None:
         self._micro_batches[mb.number] = mb
-        found = taps.recorded(mb.number)
-        self._kept.setdefault(mb.number, {}).update(found)
+        records = taps.recorded(mb.number)
+        self._kept.setdefault(mb.number, {}).update(records)
         if self._flips is not None:
-            self._flips.add(mb, found)
+            self._flips.add(mb, records)
 
     @property
     def compares(self) -> bool:

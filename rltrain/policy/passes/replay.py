@@ -183,11 +183,11 @@ class RouterTap:
 
     def check_consumed(self, num_micro_batches: int) -> None:
         expected = (num_micro_batches, num_micro_batches * self.recomputations)
-        found = (self.num_forwards, self.num_recomputed)
-        if found != expected:
+        counts = (self.num_forwards, self.num_recomputed)
+        if counts != expected:
             raise RuntimeError(
                 f"layer {self.layer}: expected {expected[0]} forward passes and {expected[1]} "
-                f"recomputations of its router, found {found[0]} and {found[1]}"
+                f"recomputations of its router, found {counts[0]} and {counts[1]}"
             )
 
 
@@ -299,10 +299,10 @@ def _replay_of(layer: int, router: TopKRouter) -> RouterReplay:
             "moe_enable_routing_replay=True"
         )
     assert "get_replay_topk" not in vars(replay), f"layer {layer}: its router is already tapped"
-    found = tuple(inspect.signature(RouterReplay.get_replay_topk).parameters)[1:]
-    if found != _UPSTREAM:
+    parameters = tuple(inspect.signature(RouterReplay.get_replay_topk).parameters)[1:]
+    if parameters != _UPSTREAM:
         raise RuntimeError(
-            f"Megatron's RouterReplay.get_replay_topk takes {found}, but rltrain was written "
+            f"Megatron's RouterReplay.get_replay_topk takes {parameters}, but rltrain was written "
             f"against {_UPSTREAM}: install a megatron-core version that docs/install.md names"
         )
     return replay
