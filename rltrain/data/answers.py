@@ -1,4 +1,5 @@
-"""The answer of a row: text where it is compared or taught, else any JSON value."""
+"""The answer of a row: text if it is compared or used as a supervised target, else any JSON
+value."""
 
 import math
 import re
@@ -10,12 +11,13 @@ from rltrain.data.columns import kind_of
 from rltrain.data.json_values import Json, as_json, check_text
 
 AnswerRule = Literal["compared", "supervised", "number", "scored", "any"]
-"""``compared``, ``supervised``: the answer's very characters count; ``number``: its value counts;
-``scored``: it is one of those that a verifier takes; ``any``: a function of the user's reads it."""
+"""What an answer must be. ``compared``, ``supervised``: its exact text is used. ``number``: its
+value is used. ``scored``: a verifier of reasoning-gym reads it. ``any``: a function of the user
+reads it."""
 
 
 def answer_rule(reward: str, supervised: bool) -> AnswerRule:
-    """What is asked of answers under ``data.reward.function``, or where they are taught."""
+    """The rule for answers, by ``data.reward.function`` or for supervised steps."""
     if supervised:
         return "supervised"
     rules: dict[str, AnswerRule] = {
@@ -27,12 +29,12 @@ def answer_rule(reward: str, supervised: bool) -> AnswerRule:
 
 
 def read_answer(value: object, name: str, rule: AnswerRule, pattern: str | None = None) -> Json:
-    """The answer that ``value`` of column ``name`` is.
+    """The answer in ``value`` of column ``name``.
 
-    It is text; under the rules ``scored`` and ``any`` any JSON value.
+    It is text, or any JSON value with the rules ``scored`` and ``any``.
 
     Raises:
-        BadRow: it is no answer under this rule, or ``pattern`` finds none in it.
+        BadRow: it is no answer by this rule, or ``pattern`` finds none in it.
     """
     if pattern is not None:
         value = _search(value, name, pattern)

@@ -10,7 +10,7 @@ NUM_DIGITS = (3, 4)
 NUM_PROBLEMS = sum(10**n for n in NUM_DIGITS)
 
 TEACHER_ERROR_SHARE = 0.7
-"""Share of the odd sums that the warm start is taught one too high."""
+"""Share of the odd sums that are one too high in the warm-start set."""
 
 Row = dict[str, Any]
 
@@ -26,7 +26,7 @@ def arithmetic_rows(
     solve about half of the problems, however long they run, and reinforcement can raise that.
 
     Raises:
-        ValueError: when more are asked for than there are.
+        ValueError: more problems are requested than exist.
     """
     wanted = num_warm_start + eval_size + size
     if wanted > NUM_PROBLEMS:
@@ -51,8 +51,8 @@ def arithmetic_rows(
 
 
 def with_teacher_errors(row: Row) -> Row:
-    """The row with the answer of a teacher who often rounds odd sums up to even ones."""
+    """The row, with its answer one too high for `TEACHER_ERROR_SHARE` of the odd sums."""
     total = int(row["answer"])
-    # The last bits of the id: the first ones have chosen the set.
+    # Use the last bits of the id. The first ones have selected the set.
     draw = int(problem_id(row["prompt"])[-8:], 16) / 16**8
     return row | {"answer": str(total + 1)} if total % 2 and draw < TEACHER_ERROR_SHARE else row

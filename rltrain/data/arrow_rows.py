@@ -1,4 +1,4 @@
-"""Rows of Arrow tables, and so of Parquet files and saved datasets."""
+"""Reads rows of Arrow tables: Parquet files and saved datasets."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from rltrain.data.bad_rows import BadRow
 
 Row = dict[str, Any]
 Labels = Mapping[str, list[str]]
-"""Of each column of class labels, which tables keep as numbers, the names."""
+"""Column of class labels -> names of the labels. Tables store labels as numbers."""
 
 BATCH = 1024
 FEATURES = b"huggingface"
@@ -23,7 +23,7 @@ def parquet_rows(file: Path) -> Iterator[Row | BadRow]:
     """The rows of a Parquet file.
 
     Raises:
-        ValueError: it is none, or it is damaged.
+        ValueError: it is no Parquet file, or it is damaged.
         OSError: it cannot be read.
     """
     try:
@@ -50,7 +50,7 @@ def table_rows(batches: Iterable[Any]) -> Iterator[Row | BadRow]:
 
 
 def _read(row: Any) -> Row | BadRow:
-    """The one row of a table; its columns one by one, to name the one that cannot be read."""
+    """The row of a table with one row. Columns are read one by one, to name one that fails."""
     values: Row = {}
     for name in row.schema.names:
         try:

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: what is wrong, and whether that ends the run or is counted."""
+"""Rows that cannot be used: their errors and counts."""
 
 from rltrain.data.source_report import Dropped
 
@@ -6,7 +6,7 @@ from rltrain.data.source_report import Dropped
 class BadRow(ValueError):
     """A row cannot be used.
 
-    ``reason`` is what such rows are counted under; the message says it of this row.
+    Rows are counted by ``reason``. The message adds the details of this row.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -15,7 +15,7 @@ class BadRow(ValueError):
 
 
 class Tally:
-    """What was left out of a source, by reason, with the first row of each.
+    """Counts the rows left out of a source, by reason, and keeps the first row of each reason.
 
     A row that cannot be used ends the run unless ``drop`` is true.
     """
@@ -28,7 +28,7 @@ class Tally:
         """Count rows that cannot be used, of which the first is at ``where``.
 
         Raises:
-            ValueError: such rows are not to be left out; the message names ``where``.
+            ValueError: such rows must not be left out; the message names ``where``.
         """
         message = f"{where}: {error}"
         if not self.drop:

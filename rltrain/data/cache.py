@@ -1,4 +1,4 @@
-"""What is kept on disk between runs: folders that are whole or absent, named by their content."""
+"""The cache on disk: folders that are written atomically, named by their content."""
 
 import os
 import shutil
@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def save_atomically(path: Path, save: Callable[[Path], object]) -> None:
-    """Run ``save`` on a folder beside ``path`` and rename it there: a cache is whole or absent.
+    """Run ``save`` on a temporary folder and rename it to ``path``, so that it is complete or
+    absent.
 
     Raises:
-        ValueError: when the folder cannot be written.
+        ValueError: the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +24,7 @@ def save_atomically(path: Path, save: Callable[[Path], object]) -> None:
         ) from error
     try:
         save(folder)
-        if not path.exists():  # another process may have been faster
+        if not path.exists():  # another process may have written it
             os.rename(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

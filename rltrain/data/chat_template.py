@@ -1,4 +1,4 @@
-"""What a chat template reads, and what it makes of messages: nothing given to it may vanish."""
+"""Applies chat templates, and checks that no message or argument is ignored."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -13,15 +13,15 @@ from rltrain.data.bad_rows import BadRow
 from rltrain.data.messages import Messages
 
 KEPT_ROLES = ("system", "developer", "user")
-"""Roles whose content a template must not leave out or change. Of an assistant's earlier turns many
-take the reasoning out, and results of tools are written in many ways."""
+"""Roles whose content a template must not leave out or change. Other roles are not checked: many
+templates remove the reasoning of earlier assistant turns, and rewrite tool results."""
 
 CLOCK = "strftime_now"
-"""What a template calls for the date of today."""
+"""Function that a template calls for the current date."""
 
 
 class Templated(Protocol):
-    """What we use of a Hugging Face tokenizer here."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     chat_template: Any
 
@@ -41,10 +41,10 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=8)
 def variables_of(template: str) -> frozenset[str]:
-    """The names that a chat template takes from outside.
+    """The variables that a chat template reads.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: it is no valid template.
     """
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
     try:
@@ -88,11 +88,11 @@ def check_arguments(template: str, arguments: Iterable[str]) -> None:
 def apply_template(
     messages: Messages, tokenizer: Templated, tools: Any, arguments: Mapping[str, Any]
 ) -> str:
-    """The text that the template makes of messages, with the opening of the assistant's turn.
+    """The text of the messages by the template, ending with the start of the assistant's turn.
 
     Raises:
-        BadRow: the template refuses them, or leaves a message out.
-        ValueError: there is no template, or it does not read what is given to it.
+        BadRow: the template rejects them, or leaves a message out.
+        ValueError: there is no template, or it ignores an argument.
     """
     template = template_of(tokenizer, tools)
     check_arguments(template, [*arguments, *(["tools"] if tools else [])])
@@ -100,7 +100,7 @@ def apply_template(
         text: str = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, tokenize=False, **arguments
         )
-    except Exception as error:  # whatever a template of somebody's does: it is reported
+    except Exception as error:  # a template may raise anything
         raise BadRow(
             "the chat template refuses the messages", f"{type(error).__name__}: {error}"
         ) from error

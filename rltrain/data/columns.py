@@ -1,4 +1,4 @@
-"""Columns by dotted names: what a row has, what each looks like, and which would serve."""
+"""Columns of a row by dotted names, and their kinds of values."""
 
 from collections.abc import Iterator, Mapping
 from datetime import date, time, timedelta
@@ -9,7 +9,7 @@ MISSING = object()
 """What `find_column` returns for a column that a row lacks. Null would be a value."""
 
 NUM_NAMED = 12
-"""Columns that a message lists at most."""
+"""Maximum number of columns that a message lists."""
 
 KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (type(None), "null"),
@@ -23,11 +23,11 @@ KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 
 def find_column(row: object, name: str) -> object:
-    """The value of column ``name``, `MISSING` if there is none.
+    """The value of column ``name``, or `MISSING`.
 
-    A dot goes into an object or, with a number, into a list: ``reward_model.ground_truth``,
-    ``completion.0.content``. A column whose own name has dots comes first.
-    """
+    A dot selects a member of an object or, with a number, an item of a list:
+    ``reward_model.ground_truth``, ``completion.0.content``. Names that contain dots take
+    precedence."""
     if isinstance(row, list):
         first, dot, rest = name.partition(".")
         if not first.isdecimal() or int(first) >= len(row):
@@ -49,7 +49,7 @@ def find_column(row: object, name: str) -> object:
 
 
 def leaves(row: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted name and value of each column; of an object, those of its members."""
+    """Dotted names and values of all columns; members of objects instead of the objects."""
     for key, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -58,7 +58,7 @@ def leaves(row: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, o
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in a word or two: ``text``, ``messages``, ``integer``, ``null``, ..."""
+    """The kind of a value: ``text``, ``messages``, ``integer``, ``null``, ..."""
     if isinstance(value, str):
         return "text"
     if isinstance(value, list):
@@ -67,7 +67,7 @@ def kind_of(value: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """A value for a message: its kind and how it begins, as ``integer '3'``; null as it is."""
+    """The kind and the start of a value for a message, such as ``integer '3'``, or ``null``."""
     return "null" if value is None else f"{kind_of(value)} {str(value)[:60]!r}"
 
 
@@ -81,7 +81,7 @@ def _is_message(value: object) -> bool:
 
 
 def listed(row: Mapping[str, object]) -> str:
-    """The columns of a row for a message, nested ones dotted."""
+    """Names of the columns of a row for a message; nested columns are dotted."""
     names = [repr(name) for name, _ in islice(leaves(row), NUM_NAMED + 1)]
     more = ", ..." if len(names) > NUM_NAMED else ""
     return ", ".join(names[:NUM_NAMED]) + more if names else "none"

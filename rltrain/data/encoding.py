@@ -1,4 +1,5 @@
-"""From the rows of a source to problems: each different prompt is templated and tokenized once."""
+"""Turns the rows of a source into problems. Each distinct prompt is templated and tokenized
+once."""
 
 import logging
 import time
@@ -17,7 +18,7 @@ from rltrain.data.sources import SourceRow
 logger = logging.getLogger(__name__)
 
 CHUNK = 2048
-"""Prompts that are tokenized at once, on as many threads as the tokenizer takes."""
+"""Prompts that are tokenized at once. The tokenizer uses several threads."""
 
 Encoded = tuple[str, Tokens]
 Made = tuple[tuple[Problem, ...], SourceReport]
@@ -30,14 +31,14 @@ def encode_rows(
     where: str,
     rule: AnswerRule,
 ) -> Made:
-    """Problems in the order of their rows, and what became of every row.
+    """Problems in the order of their rows, and a report of all rows.
 
-    Rows that cannot be used end the run or are left out, as ``data.on_bad_row`` and
-    ``data.on_long_prompt`` say. Rows with the same prompt and answer are one problem. A prompt that
-    has several answers cannot be judged by, but can be taught.
+    Rows that cannot be used end the run or are left out, by ``data.on_bad_row`` and
+    ``data.on_long_prompt``. Rows with the same prompt and answer are one problem. A prompt with
+    several answers cannot be rewarded, but supervised steps can use it.
 
     Raises:
-        ValueError: a row cannot be used and is not to be left out, or none is left.
+        ValueError: a row cannot be used and must not be left out, or none is left.
     """
     tally = Tally(config.on_bad_row == "drop")
     reading = Reading(config, rule, tally, where)
@@ -69,7 +70,7 @@ def encode_rows(
 def _encode(
     entries: Sequence[DistinctExample], config: DataConfig, tokenizer: Tokenizer, where: str
 ) -> Iterator[Encoded | BadRow]:
-    """Text and tokens of each entry's prompt, or why it has none; equal prompts once."""
+    """Text and tokens of each prompt, or its error. Equal prompts are encoded once."""
     asked = {entry.asked: entry.example for entry in entries}
     encoded: dict[bytes, Encoded | BadRow] = {}
     keys = list(asked)
@@ -120,10 +121,10 @@ def _is_long(entry: DistinctExample, tokens: Tokens, config: DataConfig, tally: 
 def _judgeable(
     problems: dict[str, list[tuple[DistinctExample, Problem]]], rule: AnswerRule, tally: Tally
 ) -> Iterator[Problem]:
-    """One problem of each prompt, or of each of its answers where they are taught.
+    """One problem per prompt; for supervised steps one per prompt and answer.
 
-    Of a prompt with several answers it is not known which to judge by: it is left out with all of
-    its rows, or ends the run.
+    A prompt with several answers cannot be rewarded, because the right one is not known. It is left
+    out with all its rows, or ends the run.
     """
     for same_prompt in problems.values():
         by_answer = {entry.answered: problem for entry, problem in reversed(same_prompt)}
@@ -143,7 +144,7 @@ def _judgeable(
 
 
 def log_report(report: SourceReport) -> None:
-    """Warn of what was left out."""
+    """Log a warning for rows that were left out."""
     for reason, dropped in report.dropped.items():
         logger.warning(
             "%s: left out %d of %d rows (%s); the first: %s",

@@ -1,4 +1,4 @@
-"""From a row to what is asked and what answers it, checked, before any tokenizer."""
+"""Reads the prompt, answer and other columns of a row, and checks them before tokenization."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from rltrain.data.messages import Messages, read_prompt, read_tools, take_last_t
 from rltrain.data.problem import RESERVED_COLUMNS
 
 RENAMED = "row_"
-"""Prefix of a column that has the name of an argument which reward functions get from us."""
+"""Prefix for a column whose name is that of an argument which rltrain gives to reward functions."""
 
 NUM_SUGGESTED = 6
 
@@ -28,7 +28,7 @@ LIKELY = {
 
 @dataclass(frozen=True)
 class Example:
-    """One row that can be used. ``where`` says where it stands."""
+    """A usable row. ``where`` is its place in the source."""
 
     prompt: str | Messages
     tools: list[dict[str, Any]] | None
@@ -37,11 +37,11 @@ class Example:
     where: str
 
     def asked(self) -> bytes:
-        """Equal for two examples just when prompt and tools are."""
+        """Digest of prompt and tools."""
         return _digest([self.prompt, self.tools])
 
     def answered(self, by_columns: bool) -> bytes:
-        """Equal for two examples just when the answers are; and all columns, ``by_columns``."""
+        """Digest of the answer, and with ``by_columns`` of all columns too."""
         return _digest([self.answer, self.columns] if by_columns else self.answer)
 
 
@@ -52,7 +52,7 @@ def _digest(value: Json) -> bytes:
 def read_example(
     row: Mapping[str, Any], config: DataConfig, rule: AnswerRule, where: str
 ) -> Example:
-    """The example that ``row`` is.
+    """Read ``row`` as an example.
 
     Raises:
         BadRow: a column is missing or its value cannot be used; the message names the column.
@@ -127,7 +127,7 @@ def _column(row: Mapping[str, Any], use: str, config: DataConfig) -> object:
 
 
 def _suggest(row: Mapping[str, Any], use: str, config: DataConfig) -> str:
-    """The columns that would serve, as the option to set."""
+    """Advice to set the option to a column that could be used."""
     taken = None if use == "prompt" else config.prompt_column
     serving = [name for name, value in leaves(row) if name != taken and _serves(value, use)]
     words = LIKELY.get(use, ("tool",))
@@ -147,7 +147,7 @@ def _serves(value: object, use: str) -> bool:
 
 
 def _others(row: Mapping[str, Any], config: DataConfig) -> dict[str, Json]:
-    """All columns but prompt and answer; one that hides an argument of reward functions renamed."""
+    """All columns except prompt and answer. Reserved names get the prefix `RENAMED`."""
     used = {config.prompt_column, config.answer_column}
     others = {}
     for name, value in row.items():

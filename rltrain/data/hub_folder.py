@@ -11,10 +11,10 @@ READ = (*SUFFIXES["parquet"], *SUFFIXES["jsonl"])
 
 
 def saved_dataset(folder: Path, split: str, name: str | None) -> Iterator[Any] | None:
-    """The tables of a dataset that ``Dataset.save_to_disk`` wrote; None if ``folder`` is none.
+    """The tables of a dataset that ``Dataset.save_to_disk`` wrote; None for any other folder.
 
     Raises:
-        ValueError: it is damaged, has no ``split``, or has no configurations and ``name`` is given.
+        ValueError: it is damaged, has no ``split``, or ``name`` is set (it has no configurations).
     """
     if not ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
         return None
@@ -22,7 +22,7 @@ def saved_dataset(folder: Path, split: str, name: str | None) -> Iterator[Any] |
         raise ValueError(
             f"{folder} is a saved dataset, without configurations: drop data.name={name}"
         )
-    # Slow to import, and of use to this source alone.
+    # Slow to import, and only this source needs it.
     from datasets import DatasetDict, load_from_disk
 
     try:

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SameAs:
-    """A row that is, byte by byte, an earlier one of its file."""
+    """A row that is byte for byte equal to an earlier row of its file."""
 
     number: int
 
@@ -41,7 +41,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def json_rows(file: Path) -> Iterator[Row | BadRow | SameAs]:
     """The rows of a file. An object is a row; a list of objects has columns ``0``, ``1``, ...
 
-    A line that is no row is yielded as its error, so that it can be counted.
+    A line that is no row is yielded as an error, so that it can be counted.
 
     Raises:
         ValueError: the file is not JSON at all, or one object that holds the rows.
@@ -70,7 +70,7 @@ def _open(file: Path) -> Any:
     if suffix == ".bz2":
         return bz2.open(file, "rb")
     if suffix == ".zst":
-        import pyarrow  # 0.3 s, and of use here alone
+        import pyarrow  # takes 0.3 s, and only this format needs it
 
         # Its stream cannot be rewound.
         return io.BufferedReader(io.BytesIO(pyarrow.input_stream(file, compression="zstd").read()))

@@ -1,6 +1,6 @@
-"""Values of a dataset as plain JSON values: what a reward function gets, in any process.
+"""Converts values of a dataset to plain JSON values, which reward functions get in any process.
 
-| found | becomes |
+| value | becomes |
 |---|---|
 | text, integers, booleans, null | themselves |
 | a float | itself; NaN, which pandas writes for null, becomes null |
@@ -12,7 +12,7 @@
 | bytes | Base64 text |
 | UUIDs | text |
 
-All else, infinities and text that is not Unicode are refused.
+Other values, infinities and text that is not Unicode are rejected.
 """
 
 import base64

@@ -10,21 +10,21 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rltrain.data.problem import Problem, check_step_size
 
-# torchdata's own call, which torch deprecates; nothing a user could do about it.
+# torchdata makes this call, which torch deprecates. Users cannot change it.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 class PromptLoader:
-    """Lists of ``prompts_per_step`` problems, without end, shuffled anew every epoch.
+    """Endless lists of ``prompts_per_step`` problems, shuffled again in every epoch.
 
-    One list never holds a problem twice, unless there are too few and ``repeat`` allows it: then a
-    step is an epoch, and takes all of them equally often, or some once more. What an epoch leaves
-    over after its last full step is not used in that epoch. ``state_dict`` is plain JSON data;
-    loading it into a new loader over the same problems goes on exactly where the old one stopped.
+    A list never contains a problem twice, unless there are too few problems and ``repeat`` is true.
+    Then every step is an epoch, and the counts of the problems differ by at most one. Problems left
+    over after the last full step of an epoch are not used in that epoch. ``state_dict`` is plain
+    JSON data. A new loader over the same problems resumes from it exactly.
 
     Raises:
-        ValueError: when there is no problem, or there are fewer than one step needs and they must
-            not repeat.
+        ValueError: there is no problem, or there are fewer than one step needs and ``repeat`` is
+            false.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class PromptLoader:
         return {"fingerprint": self._fingerprint, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``.
+        """Resume from ``state``.
 
         Raises:
-            ValueError: when it was saved over other problems, another seed or step size.
+            ValueError: it was saved with other problems, another seed or step size.
         """
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
@@ -74,7 +74,7 @@ def _fingerprint(problems: Sequence[Problem], prompts_per_step: int, seed: int) 
 
 
 class _Sampler:
-    """What the loader iterates to get the indices of each step."""
+    """Batch sampler: its iterator yields the indices of each step."""
 
     def __init__(self, num_problems: int, prompts_per_step: int, seed: int) -> None:
         self.num_problems, self.prompts_per_step, self.seed = num_problems, prompts_per_step, seed
@@ -84,7 +84,7 @@ class _Sampler:
 
 
 class _Position:
-    """Where an iteration is: the epoch and the number of steps taken in it."""
+    """Iterator with its position: the epoch and the number of steps taken in it."""
 
     def __init__(self, sampler: _Sampler) -> None:
         self.sampler = sampler

@@ -1,4 +1,4 @@
-"""Chat messages as datasets have them, checked: what a chat template would turn into other text."""
+"""Reads chat messages of datasets, and rejects what a chat template would silently change."""
 
 import json
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ LastTurn = Literal["error", "answer", "drop"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 SHARE_GPT = {"human": "user", "gpt": "assistant"}
-"""Its names of roles, beside ``system`` and those of `ROLES`."""
+"""Role names of the ShareGPT format -> role. It also uses ``system`` and the names of `ROLES`."""
 
 MORE_THAN_TEXT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's turn that its text does not hold."""
+"""Keys of an assistant's turn whose content is not in its text."""
 
 EXPECTED = "expected text or a list of messages like {'role': 'user', 'content': '...'}"
 
 
 def read_prompt(value: object, name: str, filled: bool = False) -> str | Messages:
-    """Text, or messages with text as ``content`` and no key that is null.
+    """Text, or messages with text as ``content`` and without null members.
 
-    A text that is the JSON of messages is read as those: tables keep them so.
+    Text that is the JSON of messages is read as messages, because some tables store them so.
 
     Args:
-        filled: nulls anywhere in a message are Arrow's, which gives every object of a column the
-            members of all of them; they go
+        filled: remove null members everywhere in a message. Arrow adds them: it gives every object
+            of a column the members of all objects
 
     Raises:
         BadRow: it is neither; the message names the column ``name`` and the message.
@@ -109,7 +109,7 @@ def _read_message(value: object, name: str) -> dict[str, Any]:
 
 
 def _content(content: object, name: str) -> str:
-    """Text, or the texts of a list of parts one after another."""
+    """Text, or the joined texts of a list of parts."""
     if isinstance(content, str):
         return _prompt_text(content, name)
     if not isinstance(content, list):
@@ -134,11 +134,12 @@ def _content(content: object, name: str) -> str:
 
 
 def take_last_turn(messages: Messages, last_turn: LastTurn, name: str) -> tuple[Messages, str]:
-    """The messages of the prompt, and the text of the assistant's turn that was taken off, or "".
+    """The messages of the prompt, and the text of the assistant's last turn if it was removed, or
+    "".
 
     Raises:
-        BadRow: there is such a turn and it is not to be taken off, there is none and it is to be
-            the answer, or nothing is left without it.
+        BadRow: there is such a turn and ``last_turn`` is error, there is none and ``last_turn`` is
+            answer, or no prompt is left without it.
     """
     if messages[-1]["role"] != "assistant":
         if last_turn == "answer":
@@ -174,15 +175,15 @@ def take_last_turn(messages: Messages, last_turn: LastTurn, name: str) -> tuple[
 
 
 def read_tools(value: object, name: str, filled: bool = False) -> list[dict[str, Any]] | None:
-    """Tools as a chat template takes them: JSON schemas, from a list or its JSON text.
+    """Tools for a chat template: JSON schemas, from a list or its JSON text.
 
-    Null and an empty list are no tools.
+    Null and an empty list mean no tools.
 
     Args:
-        filled: as in `read_prompt`; of tools that are JSON text nothing goes
+        filled: as in `read_prompt`; it has no effect on JSON text
 
     Raises:
-        BadRow: it is something else.
+        BadRow: the value is something else.
     """
     expected = "expected a list of tools like {'name': ..., 'parameters': {...}} or its JSON text"
     tools = value
@@ -211,7 +212,7 @@ def read_tools(value: object, name: str, filled: bool = False) -> list[dict[str,
 
 
 def without_null(value: Any) -> Any:
-    """The value without the members of objects that are null."""
+    """The value without null members of objects."""
     if isinstance(value, dict):
         return {key: without_null(item) for key, item in value.items() if item is not None}
     return [without_null(item) for item in value] if isinstance(value, list) else value

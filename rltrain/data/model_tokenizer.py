@@ -1,4 +1,4 @@
-"""The tokenizer of a run, loaded without torch where that can be."""
+"""Loads the tokenizer of a run, without torch if possible."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ _SOURCES = (TOKENIZER, "tokenizer.model", "vocab.json", "tekken.json", "tiktoken
 def load_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer of ``model.path``, or the tiny model's.
 
-    With a ``tokenizer.json`` it is what that file says, and no torch is imported. transformers'
-    AutoTokenizer, which imports it, may make another tokenizer of the same folder:
+    A ``tokenizer.json`` is loaded directly, without importing torch. AutoTokenizer of transformers
+    imports torch, and may load another tokenizer from the same folder:
     `rltrain.data.tokenizer_checks.check_auto_tokenizer` compares the two.
 
     Raises:
@@ -31,7 +31,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def load_auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    """What transformers takes the folder's tokenizer for; raises as `load_tokenizer`."""
+    """The tokenizer that AutoTokenizer loads from the folder. Raises as `load_tokenizer`."""
     from transformers import AutoTokenizer
 
     return _loaded(AutoTokenizer, folder, trust_remote_code=trust_remote_code)

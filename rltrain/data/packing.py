@@ -1,10 +1,9 @@
-"""Cut a mini-batch into micro-batches, equally many on every data-parallel rank.
+"""Cuts mini-batches into micro-batches, the same number on every data-parallel rank.
 
-Expert-parallel groups span data-parallel ranks, so a rank with one micro-batch fewer would leave
-the others waiting in an all-to-all for ever. Invariants (tested): every sequence is in exactly one
-micro-batch; no micro-batch is over budget; every rank has the same number of them. A rank with too
-few sequences runs empty micro-batches, which are padding and count nowhere.
-"""
+Expert-parallel groups span data-parallel ranks. If one rank had fewer micro-batches, the others
+would wait forever in an all-to-all. Invariants (tested): every sequence is in exactly one
+micro-batch; no micro-batch is over budget; every rank has the same number of micro-batches. A rank
+with too few sequences runs empty micro-batches, which contain only padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ Plan = list[list[list[int]]]  # [dp rank][micro-batch] -> sequence numbers
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which sequences each data-parallel rank holds for a step, and how it works through them.
+    """The sequences of each data-parallel rank in a step, and their micro-batches.
 
     Sequence numbers of ``scoring`` and ``updates`` count within the rank's ``shards`` entry.
     """
@@ -35,12 +34,12 @@ def plan_step(
 ) -> StepPlan:
     """Cut a step into mini-batches of sequences, in order, and those into micro-batches.
 
-    A sequence stays on one rank for the step: routes recorded in its log-probability pass need no
-    journey to be replayed in its update.
+    A sequence stays on one rank for the whole step. So routes that are recorded in the
+    log-probability pass need not be sent to another rank for the update.
 
     Args:
-        scoring_tokens: of a micro-batch without gradients, ``max_tokens`` if None
-        multiple_of: what an interleaved pipeline schedule needs micro-batch counts to divide by
+        scoring_tokens: token budget of a micro-batch without gradients; None: ``max_tokens``
+        multiple_of: divisor of the number of micro-batches, for interleaved pipeline schedules
 
     Raises:
         ValueError: a sequence alone is over budget.
@@ -64,7 +63,7 @@ def plan_step(
 
 
 def mini_batch_sizes(num_sequences: int, mini_batches: int) -> list[int]:
-    """How many sequences each mini-batch has: equally many, or the first ones one more."""
+    """Number of sequences of each mini-batch. If they cannot be equal, the first have one more."""
     size, rest = divmod(num_sequences, mini_batches)
     return [size + (i < rest) for i in range(mini_batches)]
 
@@ -72,7 +71,7 @@ def mini_batch_sizes(num_sequences: int, mini_batches: int) -> list[int]:
 def pack_micro_batches(
     seq_lens: Sequence[Sequence[int]], max_tokens: int, multiple_of: int = 1
 ) -> Plan:
-    """Micro-batches of at most ``max_tokens`` for every rank's sequences, equally many on each."""
+    """Micro-batches of at most ``max_tokens`` for every rank, the same number on each."""
     packed = [_first_fit(lens, max_tokens) for lens in seq_lens]
     count = max(1, *(len(cuts) for cuts in packed)) if packed else 1
     count += -count % multiple_of
