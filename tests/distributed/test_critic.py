@@ -327,7 +327,7 @@ def _parameters(worker: "CriticWorker", prefix: str) -> dict[str, Tensor]:
 
 
 def _head(worker: "CriticWorker", attribute: str) -> Tensor:
-    """Of the one rank that speaks, on every rank."""
+    """The output rank's answer, on every rank."""
     mesh, hidden = worker.mesh, worker.arch.hidden_size
     own = torch.zeros(1, hidden)
     if mesh.is_last_stage and not (mesh.tp_rank or mesh.dp_rank or mesh.cp_rank):

@@ -41,7 +41,7 @@ def check(rank: int, folder: Path) -> None:
         worker.begin_step(batch)
         worker.score(plan, routing="rollout", record=record)
         chosen = passed(worker, plan)
-        with torch.no_grad():  # an update moves the routers, here more than any would
+        with torch.no_grad():  # an update moves the routers, here by more than usual
             for router in routers(worker).values():
                 router.weight.neg_()
         later = passed(worker, plan)

@@ -73,7 +73,7 @@ def check_what_cannot_replay_is_not_built(mesh: Any) -> None:
 
 
 def check_crossed_messages_are_refused(mesh: Any) -> None:
-    """Whoever asks for several chunks a stage; here the guard alone, since one stage has one."""
+    """Several chunks per stage. Only the guard runs here, since one stage has one chunk."""
     import rltrain.policy.megatron.megatron_model as model
 
     called = []
@@ -119,7 +119,7 @@ def check_random_gates_are_random(mesh: Any) -> None:
 
 
 def check_a_padding_mask_would_spoil_the_expert_bias(mesh: Any) -> None:
-    """So none is passed, and a bias that follows counts is refused."""
+    """So no mask is passed, and a bias that follows the load is rejected."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     config = build(mesh, replace(ARCH, score_function="sigmoid", expert_bias=True)).config

@@ -82,7 +82,7 @@ def check_names(mesh: Any) -> None:
 
 
 def check_no_setting_is_read_past(mesh: Any) -> None:
-    """What the builder never looks at, it cannot build."""
+    """The builder reads every field of the architecture."""
     from rltrain.policy.megatron.megatron_model import build_model
 
     read: set[str] = set()

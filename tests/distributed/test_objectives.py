@@ -229,7 +229,7 @@ def _run_layout(
 
     cpu, config = torch.device("cpu"), settings("gspo", parallel)  # whose KL makes a reference
     worker = PolicyWorker(config, rank, rendezvous(folder, world), str(folder / "moe"), cpu)
-    # Steps that the critic takes alone are none of the policy's schedule.
+    # Steps of the critic alone are not in the policy's schedule.
     assert worker.learning_rate.total_updates == (5 - 2) * 2
     optimizer = config.optimizer, config.policy.precision, cpu
     for name in ALGORITHMS:

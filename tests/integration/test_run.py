@@ -67,7 +67,7 @@ def load_with_transformers(folder: Path) -> None:
 
 
 def reward_by_length(folder: Path) -> str:
-    """A model of five supervised steps answers nothing right: this tells its responses apart."""
+    """A model of five supervised steps has no right answer. This reward differs by response."""
     score = "def score(response, answer, **columns):\n    return float(len(response))\n"
     (folder / "by_length.py").write_text(score)
     return "data.reward.function=by_length.score"
@@ -242,4 +242,4 @@ def test_a_dense_model_on_own_data_and_supervised_steps(start: Any, tmp_path: Pa
     # Of the groups that are trained on, less up to 1; the others' rewards are 0.
     kept_mean = row["reward/mean"] / row["group/kept_fraction"]
     assert kept_mean - 1 <= row["reward/shaped_mean"] < kept_mean
-    assert "moe_router" not in dense.output  # nothing is said of routers it has not
+    assert "moe_router" not in dense.output  # it has no routers

@@ -304,7 +304,7 @@ SPOILT: dict[str, tuple[Callable[[list[Bucket]], list[Bucket]], str]] = {
 
 @pytest.mark.parametrize("how", SPOILT)
 def test_all_but_every_tensor_once_is_refused(make_model: MakeModel, how: str) -> None:
-    """vLLM itself takes most of these without a word."""
+    """vLLM itself accepts most of these without an error."""
     folder, weights = make_model(0, "bfloat16")
     engine = LLM(**arguments(folder, "bfloat16"))
     spoil, message = SPOILT[how]

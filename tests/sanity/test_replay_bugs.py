@@ -75,5 +75,5 @@ def test_every_planted_fault_is_of_a_row() -> None:
 
 
 def test_all_that_looks_like_a_test_is_checked() -> None:
-    """A slip in the spelling would go unread."""
+    """A misspelled citation would not be checked."""
     assert PAGE.count("::test_") == len(re.findall(r"`tests/[\w/]+\.py::\w+(?:\[[^`]+\])?`", PAGE))
