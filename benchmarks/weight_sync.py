@@ -34,7 +34,7 @@ import torch
 from benchmarks.models import random_slice
 from benchmarks.result import Result, median_interval
 from rltrain.config import Config
-from rltrain.controller.cluster.engines import Engines, engine_spec, get_all
+from rltrain.controller.cluster.engines import Engines, engine_spec, get_all_of_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.weight_sync import WeightSync
@@ -107,7 +107,7 @@ def configuration(path: Path, folder: str, args: argparse.Namespace) -> Config:
 def first_token(engine: Any, number: int) -> None:
     request = Request(tuple(range(5, 21)), seed=number, prompt_id=str(number), sample_index=0)
     sampling = SamplingParams(temperature=1.0, max_tokens=1)
-    get_all([engine.generate.remote([request], sampling)], "generate", LIMIT_S)
+    get_all_of_engines([engine.generate.remote([request], sampling)], "generate", LIMIT_S)
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -146,7 +146,7 @@ def measure(config: Config, path: Path, rounds: int) -> list[Times]:
         spec = engine_spec(config, path, arch, placed)
         actor = ray.remote(MeasuredEngine).options(**placed.engine_options(0))
         engine = actor.remote(spec)
-        get_all([engine.start.remote()], "start", LIMIT_S)
+        get_all_of_engines([engine.start.remote()], "start", LIMIT_S)
         say("the engine is ready")
         policy = PolicyGroup(config, str(path), placed)
         say("the policy is ready")

@@ -216,9 +216,8 @@ def describe_death(role: str, pid: int, ray_message: str) -> str:
     code = re.search(r"exit code -?\d+", ray_message)
     ended = "SIGTERM" if "receives a SIGTERM" in ray_message else code[0] if code else ""
     name = actor_name(log.stem) if log is not None else f"an actor of {role}"
-    return (
-        f"{name} (process {pid}) died. {describe_error(written, ended)} Full log: {log or _logs()}"
-    )
+    error = describe_last_error(written, ended)
+    return f"{name} (process {pid}) died. {error} Full log: {log or _logs()}"
 
 
 def actor_name(stem: str) -> str:
@@ -240,10 +239,10 @@ def child_failure(event: str, codes: Mapping[str, int | None]) -> ChildDied:
     )
     ended = [Signals(-n).name if n < 0 else f"exit code {n}" for n in codes.values() if n]
     log = f" Full log: {file}" if file.is_file() else ""
-    return ChildDied(f"{event}. {describe_error(written, ended[0] if ended else '')}{log}")
+    return ChildDied(f"{event}. {describe_last_error(written, ended[0] if ended else '')}{log}")
 
 
-def describe_error(written: str, ended: str) -> str:
+def describe_last_error(written: str, ended: str) -> str:
     """Sentences about the error of a process that died.
 
     Args:

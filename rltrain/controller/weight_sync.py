@@ -12,7 +12,7 @@ import ray
 
 from rltrain.config.rollout import Transport
 from rltrain.controller.cluster.colocation import Colocation
-from rltrain.controller.cluster.engines import Engines, get_all
+from rltrain.controller.cluster.engines import Engines, get_all_of_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
@@ -114,7 +114,7 @@ def check_weight_sync(colocation: Colocation, spec: EngineSpec, options: dict[st
             actor, ready = start_engine(replace(spec, model_path=path, capture=None), **options)
             engine = replace(colocation.engines, actors=[actor])
             try:
-                get_all([ready], "start", engine.timeout_s)
+                get_all_of_engines([ready], "start", engine.timeout_s)
                 [fresh] = engine.digests()
                 engine.shutdown()
             finally:

@@ -28,8 +28,10 @@ class Pipeline:
     last_stage_layers: int | None = None
 
     @classmethod
-    def of(cls, layout: ParallelConfig) -> Self:
-        return cls(layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+    def of(cls, parallel: ParallelConfig) -> Self:
+        return cls(
+            parallel.pp, parallel.vpp, parallel.first_stage_layers, parallel.last_stage_layers
+        )
 
     def check(self, num_layers: int) -> None:
         """Raises ValueError, with the remedy, if ``num_layers`` cannot be split like this."""

@@ -89,7 +89,7 @@ class Engines:
             getattr(actor, call.method).remote(*call.args, **call.kwargs)
             for actor, call in zip(self.actors, calls, strict=True)
         ]
-        return lambda: get_all(refs, calls[0].method, self.timeout_s)
+        return lambda: get_all_of_engines(refs, calls[0].method, self.timeout_s)
 
 
 def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster) -> EngineSpec:
@@ -125,7 +125,7 @@ def start_engines(
     @cache
     def wait_until_ready() -> list[dict[str, Any]]:
         limit = config.cluster.start_timeout_s
-        capabilities = get_all([ready for _, ready in started], "start", limit)
+        capabilities = get_all_of_engines([ready for _, ready in started], "start", limit)
         taken = time.monotonic() - began
         logger.info("rollout engines are ready: %d, after %.0f s", len(started), taken)
         return capabilities
@@ -133,7 +133,7 @@ def start_engines(
     return Engines([actor for actor, _ in started], config.cluster.call_timeout_s), wait_until_ready
 
 
-def get_all(refs: list[Any], method: str, timeout_s: float) -> list[Any]:
+def get_all_of_engines(refs: list[Any], method: str, timeout_s: float) -> list[Any]:
     """What the engines answered, in the order of ``refs``.
 
     Raises:

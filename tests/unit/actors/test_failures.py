@@ -12,7 +12,7 @@ from rltrain.actors.failures import (
     actor_name,
     child_failure,
     describe_death,
-    describe_error,
+    describe_last_error,
     out_of_memory,
 )
 from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
@@ -37,7 +37,7 @@ LATER = OWN + "\n" + "step\n" * 50
     ],
 )
 def test_what_is_known_is_said(written: str, ended: str, said: str) -> None:
-    assert said in describe_error(written, ended)
+    assert said in describe_last_error(written, ended)
 
 
 def test_the_kernels_kills_are_counted(tmp_path: Path) -> None:
