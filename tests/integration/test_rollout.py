@@ -126,7 +126,9 @@ class UnequalEngine(RolloutEngine):
         return Watched(await super()._add(name, request, params), self._look)
 
     def _look(self, output: Any) -> None:
-        self._finished_slow += len(output.outputs[0].token_ids) == SLOW
+        (completion,) = output.outputs
+        whole = completion.finish_reason == "length" and len(completion.token_ids) > 3
+        self._finished_slow += whole
 
     def finished_slow(self) -> int:
         """How many responses were not cut short."""
