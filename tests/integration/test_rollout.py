@@ -360,6 +360,11 @@ def test_over_sampling_keeps_what_finishes_first_and_aborts_the_rest(cluster: Cl
         given = {"generate": (slow, sampling, first), "abort": ([first],)}
         calls = [getattr(cluster.unequal, m).remote(*given[m]) for m in (first, second)]
         assert ray.get(calls) == [None, None]
+    call = cluster.unequal.generate.remote(slow, sampling, "on the way")
+    while not ray.get(cluster.unequal.in_vllm.remote()):
+        time.sleep(0.01)
+    ray.get(cluster.unequal.abort.remote(["on the way"]))
+    assert ray.get(call) is None
     assert ray.get(cluster.unequal.finished_slow.remote()) == 0
     later = [Request((2, 3), i, "quick", i) for i in range(2)]
     assert len(ray.get(cluster.unequal.generate.remote(later, sampling))) == 2
