@@ -1,8 +1,8 @@
-"""Whose turn it is on the GPUs that engines share with policy and critic.
+"""Colocation: engines and workers alternate on shared GPUs.
 
-While the engines generate, the learners' memory waits on the host; while the learners compute, the
-engines sleep (vLLM's sleep mode). Both are there during a weight sync alone, and of the policy its
-parameters only. Where nothing is shared nobody waits, and on CPUs neither.
+While the engines generate, the memory of policy and critic is offloaded to the host. While policy
+and critic compute, the engines sleep (vLLM's sleep mode). During a weight sync the engines and the
+policy's parameters are on the GPUs together. Where no GPU is shared, nothing is offloaded.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ REST: "tuple[ModelPart, ...]" = ("gradients", "optimizer", "reference")
 
 @dataclass(frozen=True)
 class Colocation:
-    """A run begins in training's turn, with engines asleep, and takes one turn after the other."""
+    """Moves memory between engines and workers. A run begins with the engines asleep."""
 
     colocated: bool
     policy: PolicyGroup
@@ -36,11 +36,11 @@ class Colocation:
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     def to_training(self, timer: StepTimer, *, will_sync: bool) -> None:
-        """Engines to learners.
+        """From generation to training: engines sleep, workers are onloaded.
 
         Args:
-            will_sync: whether this turn ends with a weight sync, so that the engines need not keep
-                the weights they have
+            will_sync: whether a weight sync ends the training phase; the engines then need not keep
+                their weights
         """
         if not self.colocated:
             return
@@ -51,7 +51,7 @@ class Colocation:
                 group.onload(PARAMETERS + REST)
 
     def to_engines(self, timer: StepTimer) -> None:
-        """Learners to engines that kept their weights."""
+        """From training to generation, with the weights that the engines kept."""
         if not self.colocated:
             return
         with timer.phase("offload"):
@@ -62,7 +62,7 @@ class Colocation:
 
     @contextmanager
     def weight_sync(self, timer: StepTimer) -> Iterator[None]:
-        """Learners to engines, whose new weights come inside."""
+        """From training to generation; the caller sends new weights inside the block."""
         if self.colocated:
             with timer.phase("offload"):
                 for group in self._learners:
@@ -81,14 +81,14 @@ class Colocation:
 
     @contextmanager
     def engines_aside(self) -> Iterator[None]:
-        """In the engines' turn: inside, their GPUs are free."""
+        """During generation: inside the block the engines sleep and their GPUs are free."""
         self.engines.sleep(1)
         yield
         self.engines.wake(("weights", "kv_cache"))
 
     @contextmanager
     def parameters_back(self) -> Iterator[None]:
-        """In the engines' turn, with these aside: inside, the policy's parameters are there."""
+        """Within `engines_aside`: inside the block the policy's parameters are onloaded."""
         if self.colocated:
             self.policy.onload(PARAMETERS)
         yield
