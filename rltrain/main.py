@@ -1,4 +1,4 @@
-"""The entry point: compose with Hydra, validate, check the machine, run.
+"""The entry point: compose the configuration with Hydra, validate it, check the machine, run.
 
 python -m rltrain.main +recipe=grpo_moe_r3 trainer.steps=5
 """
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: Config, data: RunData) -> int:
-    """Train; whatever ends it is one message, in ``error.log`` and the report of the run, too."""
+    """Train. An error is one message in the terminal, in ``error.log`` and in the report."""
     folder = Path(config.trainer.output_dir)
     began = time.time()
     try:
@@ -90,7 +90,7 @@ def run(config: Config, data: RunData) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: everything is closed as after a Ctrl-C."""
+    """Raised on SIGTERM, so that everything is closed as after Ctrl-C."""
 
 
 def _terminate(*_: Any) -> NoReturn:
@@ -104,7 +104,7 @@ def interrupted(error: KeyboardInterrupt) -> int:
 
 
 def fail(summary_line: str, error: Exception, status: int) -> int:
-    """Say why in the terminal: an error that was not written for users with its class."""
+    """Print the error in the terminal. Errors not written for users are shown with their class."""
     if os.environ.get("RLTRAIN_DEBUG") == "1":
         raise error
     error = getattr(error, "cause", None) or error
@@ -116,8 +116,10 @@ def fail(summary_line: str, error: Exception, status: int) -> int:
 
 
 def keep_traceback(folder: Path | None = None) -> Path:
-    """Write the traceback of the error at hand; to a new temporary file where no folder is given,
-    or it cannot be written."""
+    """Write the traceback of the current error to ``error.log``, and return its path.
+
+    A new temporary file is used without a folder, or if the folder cannot be written.
+    """
     from rltrain.actors.last_error import strip_ray_frames
 
     text = redacted_text(strip_ray_frames(traceback.format_exc()), os.environ)
@@ -134,8 +136,8 @@ def keep_traceback(folder: Path | None = None) -> Path:
 
 
 def keep_outcome(folder: Path, error: BaseException, began: float) -> None:
-    """What ended the run and its report, where no tracker was there to write them since ``began``,
-    in seconds since 1970."""
+    """Write the outcome and the report of a run, unless a tracker has done so since ``began``, in
+    seconds since 1970."""
     from rltrain.tracking.report import write_report
     from rltrain.tracking.tracker import OUTCOME, write_outcome
 
@@ -159,10 +161,10 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     """The validated configuration of Hydra overrides such as ``+recipe=grpo_moe_r3``.
 
     Args:
-        config_dir: a folder of further group files, e.g. one's own ``recipe/``.
+        config_dir: a folder with more group files, e.g. your own ``recipe/``.
 
     Raises:
-        ConfigError: in words of ours, whoever noticed the mistake.
+        ConfigError: also for errors of Hydra and OmegaConf, which are reworded.
     """
     groups = find_groups(config_dir)
     check_overrides([parse_override(text) for text in overrides], groups)
@@ -182,8 +184,8 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
 
 @cache
 def store_schema_and_recipes() -> None:
-    """What Hydra composes besides the files of ``conf/``: ``recipes/NAME/recipe.yaml`` becomes the
-    option NAME of its group ``recipe``."""
+    """Register the schema and the recipes with Hydra. ``recipes/NAME/recipe.yaml`` becomes the
+    option NAME of the group ``recipe``."""
     store = ConfigStore.instance()
     store.store(name="schema", node=schema_node())
     for name, file in find_recipes().items():
@@ -191,7 +193,7 @@ def store_schema_and_recipes() -> None:
 
 
 def reword(error: Exception) -> str:
-    """An error of Hydra or OmegaConf about a file, without what only they need."""
+    """The message of an error of Hydra or OmegaConf about a file, without internal details."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{group}: there is no option {option}. {nearest(option, error.options)}"

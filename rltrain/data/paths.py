@@ -1,4 +1,4 @@
-"""The files that ``data.path`` names, and what is wrong with a path that names none."""
+"""Finds the files that ``data.path`` names, and explains paths that name none."""
 
 import glob
 import os
@@ -12,7 +12,7 @@ SUFFIXES = {
     "parquet": (".parquet", ".pq"),
 }
 COMPRESSED = (".gz", ".zst", ".bz2")
-"""May follow a suffix of JSON."""
+"""Suffixes of compression, after a suffix of JSON."""
 
 CONVERT_CSV = (
     "a CSV file does not say what is text and what is a number (007 would become 7): convert it, "
@@ -41,11 +41,11 @@ SPLIT = re.compile(
 
 
 def find_files(source: str, path: str, key: str = "data.path") -> list[Path]:
-    """The data files that ``path`` names, in the order of their names: one, those of a folder, or
-    those that match a pattern. Of ``huggingface`` it is the dataset folder.
+    """The data files that ``path`` names, sorted by name: a file, the files of a folder, or those
+    that match a pattern. For ``huggingface`` it is the dataset folder.
 
     Raises:
-        ValueError: it names none, or files of another kind; the message names ``key``.
+        ValueError: ``path`` names no file, or files of another format; the message names ``key``.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
         raise ValueError(
@@ -112,7 +112,7 @@ def _fits(file: Path, source: str) -> bool:
 
 
 def _files_in(folder: Path, source: str, key: str) -> list[Path]:
-    """The data files of a folder; not those of folders in it."""
+    """The data files of a folder, without those of its subfolders."""
     if not os.access(folder, os.R_OK | os.X_OK):
         raise ValueError(f"{key}={folder}: no permission to look into this folder")
     names = {file.name for file in folder.iterdir()}
@@ -135,7 +135,7 @@ def _files_in(folder: Path, source: str, key: str) -> list[Path]:
 
 
 def check_one_split(files: Sequence[Path], key: str, remedy: str) -> None:
-    """Raises ValueError when the names say that some files are to train on and some to test."""
+    """Raise ValueError if the file names belong to several splits, such as train and test."""
     splits = sorted({m[1].lower() if (m := SPLIT.search(f.stem)) else "" for f in files})
     if len(splits) > 1:
         named = ", ".join(split or "others" for split in splits)

@@ -1,4 +1,4 @@
-"""One problem: a prompt as tokens, what a reward function needs to judge a response, and an id."""
+"""Problems: a prompt as tokens, the inputs of the reward function, and an id."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -7,20 +7,21 @@ from typing import Any
 from rltrain.data.source_report import SourceReport
 
 RESERVED_COLUMNS = frozenset({"response", "response_raw", "response_clean", "prompt", "answer"})
-"""Names under which a reward function gets our own arguments."""
+"""Names of the arguments that rltrain gives to reward functions."""
 
 
 def problem_id(prompt: str) -> str:
-    """SHA-256 of the prompt's text, in hex: proves sets disjoint and goes into sampling seeds."""
+    """SHA-256 of the prompt's text, in hex. It serves to compare sets and to make sampling
+    seeds."""
     return hashlib.sha256(prompt.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt that was templated and tokenized once: token in, token out from here on.
+    """A prompt that was templated and tokenized once. From here on only its tokens are used.
 
-    ``prompt`` is the exact text of ``prompt_tokens`` (without tokens that the tokenizer adds), and
-    ``columns`` is everything else the dataset says about the row; it reaches the reward function.
+    ``prompt`` is the exact text of ``prompt_tokens``, without tokens that the tokenizer adds.
+    ``columns`` are all other columns of the row. The reward function gets them.
     ``answer`` and ``columns`` are plain JSON values (``rltrain.data.json_values``).
     """
 
@@ -30,7 +31,7 @@ class Problem:
     columns: dict[str, Any] = field(default_factory=dict)
     id: str = ""
     target_tokens: tuple[int, ...] = ()
-    """The answer as supervised steps teach it."""
+    """The answer as the target of supervised steps."""
     place: str = field(default="", compare=False, repr=False)
     """Source and row, for messages."""
 
@@ -41,12 +42,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Problems:
-    """Three sets that share no prompt, and a report of each source that was read.
+    """Three sets of problems that share no prompt, and a report of each source.
 
     With ``evaluated_on_train`` the held-out problems are training problems, by the user's choice.
 
     Raises:
-        ValueError: when two sets share a prompt and that was not chosen.
+        ValueError: two sets share a prompt, other than by ``evaluated_on_train``.
     """
 
     train: tuple[Problem, ...]
@@ -74,7 +75,7 @@ class Problems:
 
 
 def check_step_size(num_problems: int, prompts_per_step: int, repeat: bool = False) -> None:
-    """Raises ValueError when there are too few problems for a step, which may ``repeat`` them."""
+    """Raise ValueError if there are too few problems for a step. With ``repeat`` one is enough."""
     if num_problems == 0:
         raise ValueError("there are no problems to train on")
     if num_problems < prompts_per_step and not repeat:

@@ -1,8 +1,8 @@
-"""Problems of a source on disk, by content: a second start reads them instead of making them.
+"""Cache of encoded problems on disk, so that a second start does not encode them again.
 
-A folder holds ``problems.parquet``, with the report in its metadata, and ``sha256`` of that file.
-What does not match is made anew. The key is made of the data files' bytes, the tokenizer, what the
-configuration says of rows and prompts, and the code that reads them.
+A folder holds ``problems.parquet``, with the report in its metadata, and ``sha256`` of that file. A
+folder whose hash does not match is rebuilt. The key contains the bytes of the data files, the
+tokenizer, the configuration of rows and prompts, and the code that reads them.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ KEYS = {
     "source", "name", "prompt_column", "as_chat", "answer_column", "answer_pattern", "last_turn",
     "tools_column", "template_args", "max_prompt_tokens", "on_long_prompt", "on_bad_row",
 }  # fmt: skip
-"""What of ``DataConfig`` decides over the problems of a source."""
+"""Fields of ``DataConfig`` that affect the problems of a source."""
 
 ROWS_AT_ONCE = 16_384
 REPORT = b"report"
@@ -50,7 +50,7 @@ SCHEMA = pyarrow.schema(
 
 
 def cached(folder: Path, make: Callable[[], Made]) -> Made:
-    """The problems in ``folder``, or those that ``make`` makes, which are then kept there."""
+    """The problems in ``folder``. If there are none, call ``make`` and save its problems there."""
     if folder.exists():
         try:
             problems, report = _load(folder)
@@ -63,7 +63,7 @@ def cached(folder: Path, make: Callable[[], Made]) -> Made:
     problems, report = make()
     try:
         save_atomically(folder, lambda new: _save(new, problems, report))
-    except ValueError as error:  # the run can do without
+    except ValueError as error:  # the run does not need the cache
         logger.warning("problems are not cached: %s", error)
     return problems, report
 
@@ -71,8 +71,7 @@ def cached(folder: Path, make: Callable[[], Made]) -> Made:
 def cache_key(
     files: Iterable[Path], split: str, config: DataConfig, rule: AnswerRule, tokenizer: Tokenizer
 ) -> str | None:
-    """A digest of all that decides over the problems; None when the tokenizer cannot be told from
-    others."""
+    """Digest of all inputs that affect the problems; None if the tokenizer has no digest."""
     tokens = tokenizer_digest(tokenizer)
     if tokens is None:
         return None
@@ -91,7 +90,7 @@ def cache_key(
 
 
 def tokenizer_digest(tokenizer: Any) -> str | None:
-    """SHA-256 over all that makes a tokenizer's ids; None for one that its own code makes."""
+    """SHA-256 of all that affects the ids of a tokenizer; None for tokenizers with custom code."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(tokenizer).__module__.startswith("transformers_modules"):
         return None

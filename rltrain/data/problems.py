@@ -1,4 +1,4 @@
-"""From a data configuration to the three sets of problems of a run."""
+"""Makes the three sets of problems of a run from its data configuration."""
 
 import logging
 import random
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def problems_of(config: Config, tokenizer: Tokenizer) -> Problems:
-    """The problems of a run, reports included; raises as `load_problems`."""
+    """The problems of a run and their reports. Raises as `load_problems`."""
     supervised = config.algorithm.type == "sft"
-    # A supervised run starts from the model before its warm start.
+    # A supervised run starts from the model without warm start.
     num_warm_start = 0 if supervised else config.model.tiny.warm_start.num_problems
     return load_problems(
         config.data,
@@ -49,8 +49,8 @@ def load_problems(
             other sources have no warm-start set
         supervised: whether supervised steps teach the answers. Then answers must be text, and a
             prompt may have several
-        evaluated: the run evaluates; one that does not gives no problem away to be held out
-        cache_dir: where problems of files are kept for the next start
+        evaluated: whether the run evaluates. If not, no problems are held out
+        cache_dir: folder of the cache for problems of files; None: no cache
 
     Raises:
         ValueError: no such file, no row, rows that cannot be used, or sets that overlap.
@@ -127,7 +127,7 @@ def _of_file(
 def _split(
     problems: tuple[Problem, ...], report: SourceReport, config: DataConfig, num_held_out: int
 ) -> Problems:
-    """Draw what is held out, whole prompts at a time."""
+    """Draw the held-out problems. All problems of a prompt go to the same set."""
     if num_held_out == 0:
         return Problems(problems, (), reports=(report,))
     shuffled = random.Random(config.seed).sample(problems, len(problems))

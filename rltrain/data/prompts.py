@@ -1,4 +1,4 @@
-"""From a prompt, text or chat messages, to tokens: the one place where a template is applied."""
+"""Encodes prompts, text or chat messages, as tokens. Chat templates are applied only here."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ Tokens = tuple[int, ...]
 
 
 class Tokenizer(Templated, Protocol):
-    """What we use of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that rltrain uses."""
 
     eos_token_id: Any
     all_special_tokens: Sequence[str]
@@ -29,8 +29,8 @@ class Tokenizer(Templated, Protocol):
 def encode_prompt(prompt: object, tokenizer: Tokenizer, as_chat: bool) -> tuple[str, Tokens]:
     """Text and tokens of a prompt that is a string or a list of chat messages.
 
-    A string becomes one user message with ``as_chat``. A template writes its own special tokens;
-    plain text gets those that the tokenizer adds, such as a beginning-of-sequence token.
+    With ``as_chat`` a string becomes one user message. Templates contain their special tokens.
+    Plain text gets the special tokens of the tokenizer, such as a beginning-of-sequence token.
 
     Raises:
         ValueError: for anything else, or for messages when the tokenizer has no chat template.
@@ -49,8 +49,8 @@ def render(
     """The text that the model reads, and whether a chat template wrote it.
 
     Raises:
-        BadRow: the template refuses the messages, or leaves one out.
-        ValueError: there is no template, or it does not read what is given to it.
+        BadRow: the template rejects the messages, or leaves one out.
+        ValueError: there is no template, or it ignores an argument.
     """
     if isinstance(prompt, str):
         if not as_chat:
@@ -60,7 +60,7 @@ def render(
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, templated: bool) -> list[Tokens]:
-    """Tokens of each text; one that no template wrote gets the tokenizer's special tokens."""
+    """Tokens of each text. Unless ``templated``, the tokenizer adds its special tokens."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=not templated)["input_ids"]
@@ -68,5 +68,5 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, templated: bool) ->
 
 
 def encode_response(response: str, tokenizer: Tokenizer) -> Tokens:
-    """Tokens of a supervised response, with the end-of-sequence token that sampled ones end in."""
+    """Tokens of a supervised response, with the end-of-sequence token at the end."""
     return (*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)

@@ -1,4 +1,5 @@
-"""All rows of a source: read, checked and counted; rows that say the same are one entry."""
+"""Reads, checks and counts all rows of a source. Rows with equal prompt and answer are one
+entry."""
 
 import logging
 import time
@@ -26,16 +27,16 @@ LOG_EVERY_S = 10.0
 
 @dataclass
 class DistinctExample:
-    """Rows with one prompt and one answer: the first of them, and how many there are."""
+    """Rows with equal prompt and answer: the first of them, and their number."""
 
     example: Example
     asked: bytes
     """A digest of the prompt and its tools."""
     answered: bytes
-    """A digest of the answer; where no column holds it, of all that a reward function judges by."""
+    """A digest of the answer; without an answer column, of all columns."""
     count: int = 1
     other_columns: Counter[str] = field(default_factory=Counter)
-    """In how many of them each column differs from the first's."""
+    """Column -> number of rows in which it differs from that of the first row."""
 
     def add(self, example: Example) -> None:
         self.count += 1
@@ -48,7 +49,7 @@ class DistinctExample:
 
 @dataclass
 class Reading:
-    """The rows of a source as they come; those that cannot be used go into ``tally``."""
+    """The rows of a source while they are read. Unusable rows are counted in ``tally``."""
 
     config: DataConfig
     rule: AnswerRule
@@ -62,7 +63,7 @@ class Reading:
         """Read all rows.
 
         Raises:
-            ValueError: one cannot be used and is not to be left out, or there is none.
+            ValueError: a row cannot be used and must not be left out, or there are no rows.
         """
         outcomes: list[DistinctExample | BadRow] = []  # of the rows of one file
         due = time.monotonic() + LOG_EVERY_S
@@ -107,7 +108,7 @@ class Reading:
         return entry
 
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the first rows and how each is read."""
+        """The columns of the first rows and their uses."""
         uses: dict[str | None, Use] = {
             self.config.tools_column: "tools",
             self.config.answer_column: "answer",

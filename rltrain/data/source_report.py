@@ -1,4 +1,4 @@
-"""What was found in a source of problems: for the log and for ``rltrain data``."""
+"""Report about a source of problems, for the log and for ``rltrain data``."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,9 +12,9 @@ class Column:
 
     name: str
     kinds: tuple[str, ...]
-    """What its values are: text, messages, integer, null, ... in the first rows."""
+    """Kinds of its values in the first rows: text, messages, integer, null, ..."""
     use: Use
-    """``column``: it reaches the reward function under its name."""
+    """``column``: the reward function gets it under its name."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class Dropped:
 
     count: int
     first: str
-    """The first such row: where it is and what is wrong with it."""
+    """The place of the first such row, and its error."""
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What became of the rows of one file, folder or generated set.
+    """Counts of the rows of one file, folder or generated set.
 
-    ``rows`` is ``kept`` and ``repeats`` and all that was dropped.
+    ``rows`` is the sum of ``kept``, ``repeats`` and the counts in ``dropped``.
     """
 
     where: str
     rows: int
     kept: int
     repeats: int = 0
-    """Rows with the prompt and answer of an earlier one, which is kept."""
+    """Rows with the same prompt and answer as an earlier row, which is kept."""
     other_columns: dict[str, int] = field(default_factory=dict)
-    """Columns in which repeats differ from the row that is kept, and in how many."""
+    """Column -> number of repeats in which it differs from the row that is kept."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
     """By reason, e.g. ``the prompt is too long``."""
     columns: tuple[Column, ...] = ()

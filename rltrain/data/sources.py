@@ -1,4 +1,4 @@
-"""Rows of the datasets we read: JSON, Parquet, a Hugging Face dataset folder, reasoning-gym."""
+"""Reads rows of JSON, Parquet, Hugging Face dataset folders and reasoning-gym."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ Row = dict[str, Any]
 
 
 class SourceRow(NamedTuple):
-    """A row of a file, counted from 0: itself, why it cannot be read, or which one it repeats."""
+    """A row of a file, with its number from 0. ``row`` may be an error, or a reference to an equal
+    earlier row."""
 
     file: str
     number: int
@@ -26,12 +27,12 @@ class SourceRow(NamedTuple):
 def read_rows(
     config: DataConfig, path: str, split: str = "train", key: str = "data.path"
 ) -> Iterator[SourceRow]:
-    """All rows of what ``path`` names, in its order; ``key`` is where it was set.
+    """All rows of the files that ``path`` names, in order. ``key`` is the key that holds ``path``.
 
     Raises:
-        ValueError: nothing at ``path``, a file that cannot be read, or no ``split``.
+        ValueError: there is nothing at ``path``, a file cannot be read, or there is no ``split``.
     """
-    # These import pyarrow, and the command line answers mistakes before that.
+    # Imported here because they import pyarrow, and the command line reports mistakes without it.
     from rltrain.data.arrow_rows import parquet_rows, table_rows
     from rltrain.data.hub_folder import saved_dataset, split_files
 
@@ -56,7 +57,7 @@ def numbered(rows: Iterable[Row | BadRow | SameAs], file: str) -> Iterator[Sourc
 
 
 def reasoning_gym_rows(config: DataConfig, num_rows: int) -> Iterator[Row]:
-    """Problems of a reasoning-gym task; ``question`` and ``metadata`` are what its scorer needs.
+    """Rows of a reasoning-gym task. Its scorer needs ``question`` and ``metadata``.
 
     Raises:
         ValueError: for a task or an option that reasoning-gym does not know.

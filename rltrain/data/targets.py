@@ -1,4 +1,4 @@
-"""From the answers of problems to the tokens that supervised steps teach."""
+"""Encodes the answers of problems as targets of supervised steps."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ def with_targets(
 ) -> tuple[Problem, ...]:
     """The problems with their answers as ``target_tokens``, in their order.
 
-    An answer of more than ``max_tokens`` tokens, its end-of-sequence token counted, is dropped or
-    refused as a long prompt is (``data.on_long_prompt``).
+    An answer with more than ``max_tokens`` tokens, including its end-of-sequence token, is dropped
+    or rejected by ``data.on_long_prompt``.
 
     Raises:
-        ValueError: an answer that is not text, or one that is too long; says of which row.
+        ValueError: an answer is not text, or is too long; the message names the row.
     """
     encoded = [replace(p, target_tokens=encode_response(_text(p), tokenizer)) for p in problems]
     kept = tuple(p for p in encoded if len(p.target_tokens) <= max_tokens)
@@ -41,7 +41,7 @@ def with_targets(
 
 
 def _text(problem: Problem) -> str:
-    """A whole number has one way to be written; a fraction, a boolean or a list has several."""
+    """The answer as text. Integers have one spelling; floats, booleans and lists have several."""
     answer = problem.answer
     if isinstance(answer, str) and answer:
         return answer

@@ -16,21 +16,23 @@ from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Raise it when the same configuration starts to mean other weights, so that no cache is stale."""
+"""Increase it when the weights of the same configuration change, so that old caches are not
+used."""
 
 
 def random_model_path(model: ModelConfig) -> Path:
-    """Where the untrained tiny model is cached: its configuration and seed decide."""
+    """Cache path of the untrained tiny model. It depends on configuration and seed."""
     return _cached(model, "random", model.tiny.model_dump(exclude={"warm_start"}))
 
 
 def warm_started_path(model: ModelConfig) -> Path:
-    """Where the warm-started tiny model is cached: that of its supervised steps decides too."""
+    """Cache path of the warm-started tiny model. It also depends on the warm start's
+    configuration."""
     return _cached(model, "warm", model.tiny.model_dump())
 
 
 def build_random_model(model: ModelConfig) -> Path:
-    """The folder of the untrained tiny model, built unless it is cached."""
+    """The folder of the untrained tiny model. Builds the model unless it is cached."""
     path = random_model_path(model)
     if not path.exists():
         save_atomically(path, lambda folder: save_tiny_model(model.tiny, folder))
@@ -50,17 +52,17 @@ def save_tiny_model(tiny: TinyModel, folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    disable_progress_bar()  # of a file that takes no time
+    disable_progress_bar()  # saving takes no time
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()
 def _set_experts_apart(network: Qwen3MoeForCausalLM) -> None:
-    """Experts of twice the usual size, so that it matters which ones a token gets.
+    """Double the weights of the experts, so that the choice of experts matters.
 
-    Some hundred supervised steps make the random experts of a tiny model differ little, unlike
-    those of a trained one, and routing replay would have next to nothing to mend.
+    After a few hundred supervised steps, the experts of a tiny model differ less than those of a
+    trained model. Routing replay would then have almost no effect.
     """
     for name, parameter in network.named_parameters():
         if ".experts." in name:
@@ -68,7 +70,7 @@ def _set_experts_apart(network: Qwen3MoeForCausalLM) -> None:
 
 
 def tiny_config(tiny: TinyModel) -> Qwen3MoeConfig:
-    """What ``config.json`` of the tiny model says."""
+    """The configuration in ``config.json`` of the tiny model."""
     tokenizer = tiny_tokenizer()
     return Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,

@@ -1,4 +1,4 @@
-"""The tiny model's tokenizer: one token a byte, so it reads any text."""
+"""The tokenizer of the tiny model: one token per byte, so it encodes any text."""
 
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     """A byte-level tokenizer with a chat template; plain text starts with ``<bos>``."""
-    # Seconds, of which the names above have no need.
+    # These imports take seconds, and the constants above do not need them.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Whether a tokenizer makes the tokens that the model was trained on."""
+"""Checks that a tokenizer gives the tokens that the model was trained on."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from rltrain.data.model_tokenizer import TOKENIZER, load_auto_tokenizer
 
 SENTENCE = "The answer is 42, and it is  right."
-"""Plain words: whatever a tokenizer makes of them must still be as many."""
+"""Text for the round trip: the decoded text must have as many words."""
 PROBES = (
     SENTENCE,
     " leading and trailing ",
@@ -20,14 +20,14 @@ PROBES = (
     r"$\frac{1}{2}$ \boxed{42} <think>",
 )
 NUM_SHOWN = 24
-"""Ids that a message shows of a text."""
+"""Maximum number of ids of a text in a message."""
 
 
 def check_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """The tokenizer makes the tokens of the folder's ``tokenizer.json``, and loses no word.
+    """Check that the tokenizer agrees with the folder's ``tokenizer.json``, and loses no word.
 
     Raises:
-        ValueError: with the text and what either makes of it.
+        ValueError: they differ; the message has the text and the tokens of both.
     """
     file = folder / TOKENIZER
     if file.is_file():
@@ -49,7 +49,7 @@ def check_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
-    """Raise ValueError for a string of ``rollout.stop`` that no tokens read as."""
+    """Raise ValueError for a string of ``rollout.stop`` that the tokenizer does not keep."""
     for stop in stops:
         text = _decoded(tokenizer, _ids(tokenizer, stop))
         if stop not in text:
@@ -60,7 +60,7 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
 
 
 def check_round_trip(tokenizer: Any, where: object) -> None:
-    """No space between words is lost, as with a tokenizer that was converted wrongly."""
+    """Check that spaces between words are kept. Wrongly converted tokenizers lose them."""
     decoded = _decoded(tokenizer, ids := _ids(tokenizer, SENTENCE))
     if len(decoded.split()) < len(SENTENCE.split()):
         raise ValueError(
@@ -71,13 +71,13 @@ def check_round_trip(tokenizer: Any, where: object) -> None:
 
 
 def check_auto_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """What transformers' AutoTokenizer makes of the folder is the same tokenizer: vLLM loads it so,
-    and whoever evaluates or serves the trained model.
+    """Check that AutoTokenizer of transformers loads the same tokenizer from the folder.
 
-    Imports torch, which takes seconds.
+    vLLM, and other users of the trained model, load it with AutoTokenizer. This imports torch,
+    which takes seconds.
 
     Raises:
-        ValueError: with the text and what either makes of it.
+        ValueError: they differ; the message has the text and the tokens of both.
     """
     auto = load_auto_tokenizer(folder, trust_remote_code=False)
     for text in _probes(tokenizer.all_special_tokens):

@@ -1,4 +1,4 @@
-"""Whether every token that a run meets has a row of the model's embedding."""
+"""Checks that every token of a run has a row in the embedding of the model."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +19,11 @@ _RESIZE = (
 def check_vocabulary(
     tokenizer: Any, rows: int, folder: Path | None, problems: Iterable[tuple[str, Problem]]
 ) -> None:
-    """Every token has a row of the embedding.
+    """Check that every token has a row in the embedding.
 
     Args:
-        rows: of the embedding, `vocab_size` in ``config.json``
-        problems: what is trained on, each with the set that it is of
+        rows: number of rows of the embedding, `vocab_size` in ``config.json``
+        problems: names of their sets, and the problems
 
     Raises:
         ValueError: naming tokens without a row and the first problem that needs one.
@@ -46,7 +46,7 @@ def check_vocabulary(
 
 
 def check_ids(ids: Sequence[int], rows: int, where: str, tokenizer: Any = None) -> None:
-    """ValueError for the first id that has no row of the embedding."""
+    """Raise ValueError for the first id without a row in the embedding."""
     if ids and not (min(ids) >= 0 and max(ids) < rows):
         at, token_id = next((at, i) for at, i in enumerate(ids) if not 0 <= i < rows)
         token = "" if tokenizer is None else f" {tokenizer.convert_ids_to_tokens([token_id])[0]!r}"
@@ -57,10 +57,13 @@ def check_ids(ids: Sequence[int], rows: int, where: str, tokenizer: Any = None) 
 
 
 def check_special_ids(tokenizer: Any, folder: Path | None, rows: int, *, supervised: bool) -> None:
-    """The ids that end, begin and fill sequences are rows of the embedding, and one of them ends.
+    """Check that the ids of special tokens have rows in the embedding, and that one ends sequences.
 
     Args:
-        supervised: whether the tokenizer's own is appended to answers
+        supervised: whether answers end with the tokenizer's end-of-sequence token
+
+    Raises:
+        ValueError: an id has no row, or there is no end-of-sequence token.
     """
     named = {("the tokenizer", n): getattr(tokenizer, n) for n in _SPECIAL}
     if folder is not None:

@@ -1,9 +1,8 @@
-"""Reads mathematics out of answers and responses, both in the same way, with math-verify.
+"""Parses answers and responses with math-verify, both in the same way.
 
-math-verify reads text as far as it understands it and says nothing of the rest: ``log 2`` is 2 to
-it, and ``1.5e3`` a product of letters. A reference answer that it would read so is refused here,
-since right responses would get 0, or wrong ones 1.
-"""
+math-verify silently ignores text that it does not understand: it reads ``log 2`` as 2, and
+``1.5e3`` as a product of letters. Reference answers with such text are rejected here. Otherwise
+right responses would get 0, or wrong responses 1."""
 
 import re
 from decimal import Decimal
@@ -18,8 +17,8 @@ _SCALED = re.compile(_NUMBER + rf"\s*(?:\\text\{{\s*)?({'|'.join(SCALES)})\b\s*\
 _GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)\s*\Z")
 _BOXED_PERCENT = re.compile(r"\\boxed\{\s*([^{}%]*?)\s*%\s*\}")
 _BOXED_STOP = re.compile(r"(\\boxed\{[^{}]*\d)\.\s*\}")
-# After a number and a space, such as km/h; and areas and volumes, of whose units the power would
-# else be read.
+# Units after a number and a space, such as km/h; and units of area and volume, whose power would
+# otherwise be parsed.
 _COMPOUND_UNIT = re.compile(r"(?<=\d)\s+[a-zA-Z]{1,3}/[a-zA-Z]{1,3}(?![a-zA-Z])")
 _POWER_UNIT = re.compile(r"(?<=\d)\s*(?:mm|cm|dm|km|ft|in|yd|mi)\s*\^\s*(?:[23]|\{[23]\})")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[, ]| |\{,\})\d{3})+(?!\d)")
@@ -31,23 +30,24 @@ _WITH_UNIT = re.compile(r"[-+]?\d[\d,./]*\s*%?\s*[A-Za-z][A-Za-z .'/-]*")
 
 
 def is_equal(response: str, answer: str) -> bool:
-    """Whether the response's last, or boxed, answer is mathematically ``answer``.
+    """Whether the last, or boxed, answer of the response equals ``answer`` mathematically.
 
     Raises:
         ValueError: as `parse_answer`
     """
     from math_verify import verify
 
-    # Its own time limits use signals, which fail off the main thread; the pool has a better one.
+    # The time limits of math-verify use signals, which fail outside the main thread. The pool has
+    # its own limit.
     return bool(verify(parse_answer(answer), _parse(response), timeout_seconds=None))
 
 
 @lru_cache(maxsize=1024)  # all responses of a group have the same
 def parse_answer(answer: str) -> list[Any]:
-    """math-verify's reading of a reference answer: an expression and its text.
+    """A reference answer as math-verify parses it: an expression and its text.
 
     Raises:
-        ValueError: there is no mathematics in it, or math-verify would leave a part of it out.
+        ValueError: there is no mathematics in it, or math-verify would ignore a part of it.
     """
     text = answer.strip()
     if _WORDS.fullmatch(text):  # such as "no solution": not a product of letters
@@ -70,7 +70,7 @@ ADVICE = (
 
 
 def _parse(text: str) -> list[Any]:
-    """Bare mathematics, such as ``\\frac{1}{2}``, counts as LaTeX only between dollar signs."""
+    """Parse text. Bare mathematics such as ``\\frac{1}{2}`` is put between dollar signs first."""
     from math_verify import parse
 
     text = _plain_numbers(text)
@@ -81,7 +81,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _plain_numbers(text: str) -> str:
-    """The same text with what math-verify does not know written as it does."""
+    """The text with numbers and units rewritten to forms that math-verify knows."""
     if ending := _GSM8K.search(text):
         text = ending[1]
     text = text.strip().replace("\u2212", "-").replace(r"\%", "%").replace(r"\$", "")
@@ -108,7 +108,7 @@ def _improper(mixed: re.Match[str]) -> str:
 
 
 def _is_bare(text: str) -> bool:
-    """Whether the text is one expression, and no prose around one."""
+    """Whether the text is one expression without prose."""
     return not _is_delimited(text) and not re.search(r"[A-Za-z]{3}", _COMMAND.sub("", text))
 
 
@@ -119,7 +119,8 @@ def _is_delimited(text: str) -> bool:
 
 
 def _unread(text: str, expression: object) -> str:
-    """The first part of an answer's text that makes no difference to the expression."""
+    """The first part of an answer's text that does not change the expression; "" if there is
+    none."""
     bare, text = _is_bare(text), _TEXT.sub("", text)
     if not (bare or _is_delimited(text) or _WITH_UNIT.fullmatch(text)):
         return text

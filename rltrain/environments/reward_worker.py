@@ -3,9 +3,8 @@
 It reads and writes lines of JSON on one socket. At start it writes ``{"ready": success_at}`` or
 ``{"unusable": why}``. Then it reads lists of samples; for each list it writes ``{"began": clock}``
 and for each sample ``{"sample": number, "clock": clock}`` with ``reward`` and ``correct``, or with
-``error``. Clocks are ``time.monotonic()``, which all processes of a machine share, so that the time
-a message waits to be read counts against nobody's limit.
-"""
+``error``. Clocks are ``time.monotonic()``, which all processes of a machine share. So the time that
+a message waits to be read does not count against a limit."""
 
 import importlib
 import json
@@ -31,7 +30,7 @@ def serve(connection: socket.socket, name: str) -> None:
 
     try:
         reward = load_reward(name)
-        # Now, and not while the first sample's time runs.
+        # Import it now, so that it does not count against the limit of the first sample.
         importlib.import_module(getattr(reward, "needs", "json"))
         success_at = declared_success(reward)
     except BaseException as error:  # importing runs the user's code, which may do anything
@@ -48,10 +47,10 @@ def serve(connection: socket.socket, name: str) -> None:
 def score_sample(
     reward: Reward, response: str, answer: object, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``reward`` and ``correct``, or ``error``: what happened and where."""
+    """``reward`` and ``correct``, or ``error`` with its place."""
     try:
         result = judgement(reward(response, answer, **columns))
-    except BaseException as error:  # the user's function may raise anything, and exit, too
+    except BaseException as error:  # the user's function may raise anything, or exit
         return {"error": _described(error)[:LONGEST_DETAIL]}
     return {"reward": result.reward, "correct": result.correct}
 
@@ -63,7 +62,7 @@ def _described(error: BaseException) -> str:
 
 
 def _die_with_parent(parent: int) -> None:
-    """A hung reward must not outlive a pool that was killed and could not clean up."""
+    """Kill this process group when the parent is gone: a killed pool cannot stop a hung reward."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(os.getpgid(0), signal.SIGKILL)
@@ -71,9 +70,9 @@ def _die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     descriptor, parent, reward_name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    os.set_inheritable(descriptor, False)  # what the reward starts has no business with it
+    os.set_inheritable(descriptor, False)  # processes that the reward starts must not get it
     threading.Thread(target=_die_with_parent, args=(parent,), daemon=True).start()
-    with suppress(OSError):  # the pool is gone, or the reward function closed what is not its own
+    with suppress(OSError):  # the pool is gone, or the reward function closed the socket
         serve(socket.socket(fileno=descriptor), reward_name)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -1,10 +1,9 @@
-"""What a response is worth. A reward is a function ``(response, answer, **columns)``.
+"""Reward functions. A reward is a function ``(response, answer, **columns)``.
 
 ``columns`` holds ``prompt``, the text the model saw, ``response_raw`` and ``response_clean``, and
-every other column of the dataset. What a reward may return is in `judgement`. Rewards run in the
-worker processes of ``pool``: they may be slow, hang or crash. Heavy libraries are imported by the
-reward that needs them, so that reading this module takes a moment.
-"""
+every other column of the dataset. `judgement` defines what a reward may return. Rewards run in the
+worker processes of ``pool``: they may be slow, hang or crash. Each reward imports its heavy
+libraries itself, so that this module imports fast."""
 
 import difflib
 import importlib
@@ -31,11 +30,10 @@ class Judgement(NamedTuple):
 
 
 def judgement(value: object) -> Judgement:
-    """What a reward function returned: the one place that says what it may return.
+    """Check the return value of a reward function.
 
-    A number is an int, a float, a bool, or anything of no dimensions whose ``item()`` is one: a
-    scalar of NumPy, an array or tensor of shape (). A mapping has ``reward`` and, if it likes,
-    ``correct``; nothing else.
+    It is a number, or a mapping with ``reward`` and optionally ``correct``. A number is an int, a
+    float, a bool, a NumPy scalar, or an array or tensor of shape ().
 
     Raises:
         ValueError: for anything else, such as text, None, NaN or an infinite number.
@@ -52,7 +50,7 @@ def judgement(value: object) -> Judgement:
     number = _item(value)
     if not isinstance(number, int | float):
         raise ValueError(f"{EXPECTED}, found {_shown(value)}")
-    if not abs(number) <= LARGEST:  # NaN is not, either
+    if not abs(number) <= LARGEST:  # also true for NaN
         raise ValueError(f"{EXPECTED}, found {_shown(value)}, which float32 cannot hold")
     return Judgement(float(number), correct)
 
@@ -67,7 +65,7 @@ def _shown(value: object) -> str:
 
 
 def exact(response: str, answer: object, **columns: object) -> float:
-    """1 when the response is the answer, spaces around both aside; else 0.
+    """1 if the response equals the answer, ignoring surrounding spaces; else 0.
 
     A number is compared as Python writes it: 42 is "42", 42.0 is "42.0".
 
@@ -81,9 +79,9 @@ exact.success_at = 1.0  # type: ignore[attr-defined]
 
 
 def math_verify(response: str, answer: object, **columns: object) -> float:
-    """1 when math-verify finds the response mathematically equal to the answer; else 0.
+    """1 if math-verify finds the response mathematically equal to the answer; else 0.
 
-    Both may be LaTeX or plain expressions; of a longer text the last, or boxed, answer counts.
+    Both may be LaTeX or plain expressions. In a longer text the last, or boxed, answer counts.
 
     Raises:
         ValueError: for an answer that math-verify cannot read, or reads in part.
@@ -107,13 +105,13 @@ def _answer_text(answer: Any) -> str:
 
 
 COMPARES_TUPLES = ("arc_agi", "rearc")
-"""Tasks of reasoning-gym whose verifier finds no list equal to its tuples; columns come as JSON."""
+"""Tasks of reasoning-gym whose verifier compares tuples. Columns come as JSON, which has lists."""
 
 
 def reasoning_gym(response: str, answer: object, **columns: Any) -> float:
-    """The score of reasoning-gym's own verifier of the task, from 0 to 1.
+    """The score from 0 to 1 by the verifier of the reasoning-gym task.
 
-    Judged is what stands in the last ``<answer>`` tags of the response, or all of it.
+    The verifier gets the text in the last ``<answer>`` tags of the response, or all of it.
 
     Raises:
         ValueError: for a problem that does not come from reasoning-gym.
@@ -147,7 +145,7 @@ BUILT_IN: dict[str, Reward] = {
 
 
 def declared_success(reward: Reward) -> float | None:
-    """From which reward on the function calls a response correct, if it says so.
+    """The reward from which on a response is correct, if the function declares it.
 
     Raises:
         ValueError: its ``success_at`` is no finite number.
