@@ -32,8 +32,8 @@ def route_scheduler(*, vllm_config: Any, **arguments: Any) -> Scheduler:
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     if vllm_config.model_config.enable_return_routed_experts:
         kind = _sending_once(kind)
-    found: Scheduler = with_stop_strings(kind)(vllm_config=vllm_config, **arguments)
-    return found
+    scheduler: Scheduler = with_stop_strings(kind)(vllm_config=vllm_config, **arguments)
+    return scheduler
 
 
 def _sending_once(kind: Any) -> Any:
@@ -85,8 +85,8 @@ def _sending_once(kind: Any) -> Any:
 
         def _blocks(self, name: str) -> list[int]:
             blocks = self.kv_cache_manager.get_blocks(name).get_block_ids()
-            found: list[int] = blocks[self.routed_experts_mgr.attn_gid]
-            return found
+            in_group: list[int] = blocks[self.routed_experts_mgr.attn_gid]
+            return in_group
 
         def _rows(self, name: str, blocks: list[int], tokens: int) -> NDArray[Any]:
             """A request's routes up to ``tokens``: kept ones, then those of ``blocks``."""

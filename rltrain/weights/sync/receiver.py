@@ -64,8 +64,8 @@ def receiver_args() -> dict[str, Any]:
 
 async def devices(engine: AsyncLLM) -> list[str]:
     """The `device_name` of every worker."""
-    found: list[str] = await engine.collective_rpc("device_name")
-    return found
+    names: list[str] = await engine.collective_rpc("device_name")
+    return names
 
 
 async def join_group(
