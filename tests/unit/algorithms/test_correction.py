@@ -9,7 +9,7 @@ from hypothesis import given
 
 from rltrain.algorithms.correction import Correction, correct
 from rltrain.config.algorithm import CorrectionConfig
-from rltrain.tracking.metrics import check
+from rltrain.tracking.metrics import check_metrics
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.batches import RARE, Ragged, ragged, rare
 
@@ -58,7 +58,7 @@ def test_weights_and_mask_equal_the_formula(config: CorrectionConfig, batch: Rag
 def test_metrics_equal_their_formulas(batch: Ragged) -> None:
     config = CONFIGS["all"].model_copy(update={"normalize": True})
     metrics = run(batch, config).metrics
-    check(metrics)
+    check_metrics(metrics)
     if not any(batch.mask):
         assert metrics == {}
         return

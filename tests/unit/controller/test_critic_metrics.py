@@ -7,7 +7,7 @@ import torch
 from rltrain.batch import Batch
 from rltrain.controller.step_metrics import explained_variance, value_metrics
 from rltrain.policy.types import Updated
-from rltrain.tracking.metrics import METRICS, find
+from rltrain.tracking.metrics import METRICS, find_metric
 
 VALUES = torch.tensor([0.0, 0.5, -1.0, 9.0, 0.0, 2.0, 1.0])
 RETURNS = torch.tensor([0.0, 1.0, -2.0, 5.0, 0.0, 2.5, 1.0])
@@ -50,7 +50,7 @@ def test_of_loss_tokens_and_updates() -> None:
 def test_values_are_measured_where_the_catalogue_says() -> None:
     """Tokens that a correction, a limit or a failed reward took out of the loss do not count."""
     names = ["value/mean", "value/return_mean", "value/explained_variance"]
-    assert {find(name).denominator for name in names} == {"tokens in the loss"}
+    assert {find_metric(name).denominator for name in names} == {"tokens in the loss"}
     outside = torch.where(WEIGHTS == 0, 1e6, 0.0)
     moved = batch_of().with_fields(values=VALUES + outside, returns=RETURNS - outside)
     found, expected = (value_metrics(batch, []) for batch in (moved, batch_of()))

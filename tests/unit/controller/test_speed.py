@@ -10,7 +10,7 @@ from rltrain.config import Config
 from rltrain.controller.speed import Speed, work_of
 from rltrain.planning.placement import Placement
 from rltrain.planning.roofline import Card
-from rltrain.tracking.metrics import check
+from rltrain.tracking.metrics import check_metrics
 from rltrain.weights.families import read_architecture
 
 CONF = Path(__file__).parents[3] / "conf/model"
@@ -70,7 +70,7 @@ def test_a_step_is_held_against_the_gpus_of_each_phase():
     work = _work("Qwen3-30B-A3B")
     placement = Placement("cuda", 6, (0, 1, 2, 3), (), ((4,), (5,)))
     found = Speed(placement, work, CARD).metrics(BATCH, STEP, scored=True, updated=True)
-    check(found)
+    check_metrics(found)
     forward = 2 * work.active_parameters * 9 + 2 * work.attention_channels * (15 + 10)
     assert found["throughput/mfu_scoring"] == pytest.approx(forward / 4e12 / 2)
     assert found["throughput/mfu_update"] == pytest.approx(3 * forward / 4e12 / 3)
