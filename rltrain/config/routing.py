@@ -33,9 +33,9 @@ class RoutingReplayConfig(Section):
     """Routing of the reference model: its own choice (``native``), or the replayed routes
     (``replay``)."""
     trace: bool = False
-    """Debugging: in every replayed pass, compare hashes of the tokens and routes that every router
-    used with the hashes that the engine took. A difference ends the run. This gathers the routes of
-    all ranks."""
+    """Debugging: in every pass that replays the rollout's routes, compare hashes of the tokens and
+    routes that every router used with the hashes that the engine took. A difference ends the run.
+    This gathers the routes of all ranks."""
     fallback: Fallback = "error"
     """What to do with a row whose captured route is missing or malformed. ``error`` stops the run
     and names sample, row and layer. ``live`` lets the router choose in every pass. ``r2`` lets the

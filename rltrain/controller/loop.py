@@ -67,7 +67,7 @@ class Trainer(Loop):
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
                 batch = self.score_reference(batch)
-                # Now, because the reference may become another at the end of the step.
+                # The first step's check needs it. The step may end with another reference.
                 paired = self.pair_reference(batch) if is_first else None
         if self.critic is not None:
             with timer.phase("values"):
@@ -145,7 +145,7 @@ class Trainer(Loop):
                 self.config.routing_replay.min_overlap,
             )
         if scored.agreement.flips:
-            wide = self.check_routes(batch, scored.agreement)
+            wide = self.check_route_margins(batch, scored.agreement)
         if self.config.routing_replay.mode == "r3":
             native = self.policy.score(routing="native", measure=True)
         assert native.agreement is not None
@@ -159,8 +159,8 @@ class Trainer(Loop):
             "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
         }
 
-    def check_routes(self, batch: Batch, agreement: Agreement) -> dict[str, float]:
-        """Where routes are replayed, what is systematically wrong with them ends the run.
+    def check_route_margins(self, batch: Batch, agreement: Agreement) -> dict[str, float]:
+        """In mode ``r3``, end the run if the rollout's routes are systematically wrong.
 
         Raises:
             RuntimeError: naming layer, column, sample, expert or part of the samples, where
@@ -199,7 +199,7 @@ class Trainer(Loop):
         return batch.with_fields(ref_logprobs=scored.logprobs)
 
     def compute_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """What every token's log-probability is to be moved by, and what it counts."""
+        """Of every token: its advantage, and its weight in the loss."""
         algorithm = self.config.algorithm
         batch, corrected = stages.with_correction(batch, algorithm.correction)
         limit = self.config.rollout.max_response_tokens

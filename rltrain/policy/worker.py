@@ -124,8 +124,8 @@ class PolicyWorker(MegatronWorker):
             routing: ``rollout`` replays the rollout engine's routes (R3), ``recorded`` those that
                 an earlier call recorded
             measure: compare native routing with the rollout's
-            record: keep the routes used for `update` to replay: all (R2), or those of rows without
-                a captured route (R3 that falls back on R2)
+            record: keep the routes used, of all rows. `update` replays them everywhere (R2), or in
+                rows without a captured route (R3 that falls back on R2).
         """
         shard = self._replaying(self._shard(), routing)
         # In mode r3 the native pass has another history than the engine had.
@@ -204,7 +204,8 @@ class PolicyWorker(MegatronWorker):
         return self._sent_routes[1]
 
     def _trace(self, shard: Batch, plan: Plan, recorded: Recorded, when: str) -> None:
-        """Prove that every router read the tokens and used the routes that the engine sent."""
+        """Prove that every router read the tokens and used the routes that the engine sent, in rows
+        that have one."""
         (stored,) = shard.require("rollout_expert_indices")
         samples = sorted(i for micro_batch in plan for i in micro_batch)
         read, used, fetched = (

@@ -71,8 +71,9 @@ class MicroBatch:
     ) -> dict[int, Target]:
         """What each router must choose, by layer.
 
-        Where only last tokens owe no route, they get experts as padding does, and no router has to
-        choose: nothing reads what they become. Not so where it is recorded what routers choose.
+        A sequence's last token has no route. If only such rows have none, they get the experts of
+        padding, because no later row reads their output: then no router has to choose. If routers'
+        choices are recorded, these rows choose natively, too.
 
         Args:
             layers: the layers of the routes' layer dim, in its order

@@ -73,7 +73,7 @@ class RouterTap:
         self.running: int | None = None  # the micro-batch whose forward pass is under way
         self.target: Target | None = None
         self.recomputing: int | None = None  # the micro-batch whose backward pass is under way
-        self.num_forwards = 0
+        self.forwarded: set[int] = set()  # micro-batches
         self.num_recomputed = 0
         self.recorded: dict[int, RouterRecord] = {}  # by micro-batch
         self.owed: dict[int, Tensor] = {}  # micro-batch -> [S, K], until recomputed
@@ -108,9 +108,9 @@ class RouterTap:
 
     def _forward(self, micro_batch: int, shape: tuple[int, int], native: Tensor | None) -> Tensor:
         """The experts of a micro-batch; ``native`` may be None where no row chooses live."""
-        if micro_batch in self.owed or micro_batch in self.recorded:
+        if micro_batch in self.forwarded:
             raise RuntimeError(f"layer {self.layer}: micro-batch {micro_batch} ran forward twice")
-        self.num_forwards += 1
+        self.forwarded.add(micro_batch)
         experts = self._chosen(micro_batch, shape, native)
         if self.recomputations:
             self.owed[micro_batch] = experts
@@ -183,7 +183,7 @@ class RouterTap:
 
     def check_consumed(self, num_micro_batches: int) -> None:
         expected = (num_micro_batches, num_micro_batches * self.recomputations)
-        counts = (self.num_forwards, self.num_recomputed)
+        counts = (len(self.forwarded), self.num_recomputed)
         if counts != expected:
             raise RuntimeError(
                 f"layer {self.layer}: expected {expected[0]} forward passes and {expected[1]} "

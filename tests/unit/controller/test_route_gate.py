@@ -107,11 +107,11 @@ def trainer(flips: WideFlips, **replay: str) -> Trainer:
 
 def test_wrong_routes_end_a_run_that_replays_them() -> None:
     with pytest.raises(RuntimeError, match=r"sample 17 of 64.*routing_replay\.gate=warn"):
-        trainer(wide(17), mode="r3").check_routes(batch(), agreement())
+        trainer(wide(17), mode="r3").check_route_margins(batch(), agreement())
 
 
 def test_or_are_logged_where_the_run_is_to_warn(caplog: pytest.LogCaptureFixture) -> None:
-    found = trainer(wide(17), mode="r3", gate="warn").check_routes(batch(), agreement())
+    found = trainer(wide(17), mode="r3", gate="warn").check_route_margins(batch(), agreement())
     assert "sample 17 of 64" in caplog.text
     assert found["routing/wide_flip_fraction"] > 0
 
@@ -120,5 +120,5 @@ def test_or_are_logged_where_the_run_is_to_warn(caplog: pytest.LogCaptureFixture
 def test_routes_that_are_not_replayed_are_measured_alone(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = trainer(wide(17), mode=mode).check_routes(batch(), agreement())
+    found = trainer(wide(17), mode=mode).check_route_margins(batch(), agreement())
     assert found["routing/wide_flip_fraction"] > 0 and not caplog.text

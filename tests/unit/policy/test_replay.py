@@ -215,11 +215,12 @@ def test_a_recomputation_that_did_not_come_or_was_not_expected_is_an_error() -> 
         recompute(built, output, draw(3))
 
 
-def test_a_router_that_runs_twice_is_an_error() -> None:
+@pytest.mark.parametrize("recomputations", [0, 1])
+def test_a_router_that_runs_twice_is_an_error(recomputations: int) -> None:
     built = router()
     with (
         pytest.raises(RuntimeError, match="micro-batch 0 ran forward twice"),
-        tapped({0: built}, num_micro_batches=1, recomputations={0: 1}) as taps,
+        tapped({0: built}, num_micro_batches=2, recomputations={0: recomputations}) as taps,
     ):
         forward(taps, built, 0, draw(3))
         forward(taps, built, 0, draw(3))
