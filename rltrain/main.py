@@ -1,6 +1,9 @@
 """The entry point: compose the configuration with Hydra, validate it, check the machine, run.
 
 python -m rltrain.main +recipe=grpo_moe_r3 trainer.steps=5
+
+Ray, torch and the trainers are imported after the configuration, data and machine were checked: an
+error there comes within seconds.
 """
 
 import argparse

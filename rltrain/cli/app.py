@@ -1,4 +1,7 @@
-"""The console script ``rltrain``: one command per entry of ``COMMANDS``."""
+"""The console script ``rltrain``: one command per entry of ``COMMANDS``.
+
+A command's module is imported when the command runs, so that ``rltrain keys`` loads no torch.
+"""
 
 import os
 import sys

@@ -1,6 +1,7 @@
 """``rltrain import`` and ``rltrain export``: Hugging Face folders and checkpoints of Megatron's.
 
-No Ray, no GPU and none of a run's layout: one process, which holds one file at a time.
+No Ray, no GPU and none of a run's layout: one process, which holds one file at a time. Functions
+import what loads torch, after the arguments were checked.
 """
 
 import argparse

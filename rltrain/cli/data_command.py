@@ -1,4 +1,7 @@
-"""``rltrain data``: the data of a run as the model would see it. No GPU, no Ray, no engine."""
+"""``rltrain data``: the data of a run as the model would see it. No GPU, no Ray, no engine.
+
+Hydra is imported after the arguments were checked.
+"""
 
 import argparse
 import logging

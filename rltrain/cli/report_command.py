@@ -1,4 +1,7 @@
-"""``rltrain report`` and ``rltrain dashboard``: pages about a finished run."""
+"""``rltrain report`` and ``rltrain dashboard``: pages about a finished run.
+
+Jinja and wandb are imported by the command that needs them.
+"""
 
 import sys
 from collections.abc import Sequence

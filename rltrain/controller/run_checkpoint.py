@@ -172,6 +172,7 @@ def check_model(path: Path, model: "ModelIdentity", *, trust: bool) -> None:
     Raises:
         ValueError: it is of another one, or does not say and is not trusted.
     """
+    # It loads torch, which the preflight of a fresh run does not need.
     from rltrain.weights.huggingface.identity import identity_differences
 
     saved = read_state(path).get("model")

@@ -1,4 +1,7 @@
-"""A Hugging Face dataset folder: one that ``save_to_disk`` wrote, or one laid out as on the hub."""
+"""A Hugging Face dataset folder: one that ``save_to_disk`` wrote, or one laid out as on the hub.
+
+`datasets` takes seconds to import, so the function that needs it does.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Loads the tokenizer of a run, without torch if possible."""
+"""Loads the tokenizer of a run, without torch if possible.
+
+So transformers is imported by the functions that need it.
+"""
 
 from pathlib import Path
 from typing import Any

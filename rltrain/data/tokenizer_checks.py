@@ -1,4 +1,7 @@
-"""Checks that a tokenizer gives the tokens that the model was trained on."""
+"""Checks that a tokenizer gives the tokens that the model was trained on.
+
+`tokenizers` is imported where a folder has a ``tokenizer.json``.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -2,7 +2,10 @@
 
 math-verify silently ignores text that it does not understand: it reads ``log 2`` as 2, and
 ``1.5e3`` as a product of letters. Reference answers with such text are rejected here. Otherwise
-right responses would get 0, or wrong responses 1."""
+right responses would get 0, or wrong responses 1.
+
+math-verify loads SymPy, which takes seconds. The functions that need it import it.
+"""
 
 import re
 from decimal import Decimal

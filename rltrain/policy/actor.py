@@ -1,6 +1,7 @@
 """The Ray actor of a policy or critic worker.
 
-This module does not import Megatron: the controller's process imports it, too.
+This module does not import Megatron: the controller's process imports it, too. Megatron is imported
+in the actor's own process, by its methods.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Converts requests to vLLM's sampling parameters, and vLLM's completions to log-probabilities."""
+"""Converts requests to vLLM's sampling parameters, and vLLM's completions to log-probabilities.
+
+Only an engine's process imports vLLM.
+"""
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 vLLM itself detects stop strings outside the engine process and then aborts the request. More tokens
 may have been sampled meanwhile, and an aborted request has no routes. Here a response ends as at a
 stop token: with log-probabilities and all routes, and no token after the one that completed the
-string.
+string. Transformers is imported by an engine that has stop strings.
 """
 
 from functools import cache

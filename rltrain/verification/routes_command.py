@@ -1,4 +1,7 @@
-"""``rltrain routes``: record, replay, compare and look at routes, without a training run."""
+"""``rltrain routes``: record, replay, compare and look at routes, without a training run.
+
+Each subcommand imports its module when it runs: only some need Megatron, Ray or vLLM.
+"""
 
 import argparse
 import sys

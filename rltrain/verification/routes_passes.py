@@ -1,4 +1,7 @@
-"""``rltrain routes record`` and ``replay``: a pass on one layout of the policy."""
+"""``rltrain routes record`` and ``replay``: a pass on one layout of the policy.
+
+Megatron is imported after the arguments were checked.
+"""
 
 import argparse
 import json
