@@ -104,6 +104,9 @@ def training_config(shape: Shape, device: str) -> Config:
                 "max_tokens_per_micro_batch": shape.tokens_per_micro_batch,
                 "megatron_args": BALANCING,
             },
+            # Of prompts and answers; what is read here comes in windows.
+            "data": {"max_prompt_tokens": 1},
+            "rollout": {"max_response_tokens": 1},
             "trainer": {"steps": 1_000_000},  # the budget is time: see `pretrain`
         }
     )

@@ -224,7 +224,8 @@ def peak_of(case: Case, mesh: Any) -> dict[str, Any]:
     fill_seeded(chunks, case.arch, mesh)
     tokens = sum(LENGTHS)
     policy = {**case.config.policy.model_dump(), "max_tokens_per_micro_batch": tokens}
-    config = Config.model_validate({"policy": policy})
+    lengths = {"data": {"max_prompt_tokens": 1}, "rollout": {"max_response_tokens": 1}}
+    config = Config.model_validate({"policy": policy, **lengths})
     count = 2 * mesh.pp_size  # more than are in flight
     batch = Batch(
         tokens=torch.randint(case.arch.vocab_size, (tokens * count,)),

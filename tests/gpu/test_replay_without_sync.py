@@ -103,6 +103,8 @@ def run(folder: Path) -> None:
             {
                 "cluster": {"device": "cuda"},
                 "routing_replay": {"mode": "r3"},
+                "data": {"max_prompt_tokens": BUDGET // 2},
+                "rollout": {"max_response_tokens": BUDGET // 2},
                 "policy": {"recompute": recompute, "max_tokens_per_micro_batch": BUDGET},
             }
         )
