@@ -75,7 +75,7 @@ def test_no_samples_are_no_results():
 def test_a_reward_function_gets_prompt_answer_columns_and_both_texts():
     sample = RewardInput("<x>", "x", {"a": 1}, "1+1=", {"level": 3}, "id")
     for text, value in (("raw", 3.0), ("clean", 5.0)):
-        config = RewardConfig(function="sample_rewards.see_columns", text=text)
+        config = RewardConfig(function="sample_rewards.see_columns", text=text, num_workers=1)
         assert [result.value for result in dry_run(config, [sample])] == [value]
 
 
