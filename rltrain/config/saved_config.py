@@ -11,6 +11,13 @@ from rltrain.config.redact import redacted
 from rltrain.config.root import Config
 
 NAME = "config.yaml"
+REMOVED_KEYS = {
+    ("model", "bridge"): False,
+    ("rollout", "top_p"): 1.0,
+    ("rollout", "top_k"): 0,
+}
+"""Runs saved these keys, by section and name. With this value a key changed nothing, so it is left
+out when a run is read. Any other value is refused."""
 
 
 def save_config(config: Config, program: str, arguments: Sequence[str]) -> Path:
@@ -40,8 +47,8 @@ def load_config(run: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    match values:
-        case {"rollout": {"top_p": 1.0, "top_k": 0} as rollout}:
-            # Versions that had these keys saved them, and allowed them no other value.
-            del rollout["top_p"], rollout["top_k"]
+    for (section, key), value in REMOVED_KEYS.items():
+        keys = values.get(section) if isinstance(values, dict) else None
+        if isinstance(keys, dict) and key in keys and keys[key] == value:
+            del keys[key]
     return validate(values)

@@ -358,13 +358,17 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
         load_config(tmp_path / "elsewhere")
 
 
-def test_a_run_that_saved_the_former_sampling_keys_loads(tmp_path: Path) -> None:
+def test_a_run_that_saved_removed_keys_loads(tmp_path: Path) -> None:
     path = save_config(validate(nested({"trainer.output_dir": str(tmp_path)})), "rl", [])
     saved = path.read_text()
-    path.write_text(saved.replace("rollout:\n", "rollout:\n  top_p: 1.0\n  top_k: 0\n"))
+    old = saved.replace("rollout:\n", "rollout:\n  top_p: 1.0\n  top_k: 0\n")
+    path.write_text(old.replace("model:\n", "model:\n  bridge: false\n"))
     assert load_config(tmp_path) == validate(nested({"trainer.output_dir": str(tmp_path)}))
     path.write_text(saved.replace("rollout:\n", "rollout:\n  top_p: 0.9\n  top_k: 0\n"))
     with pytest.raises(ConfigError, match=r"rollout\.top_p: there is no such key\. Tokens"):
+        load_config(tmp_path)
+    path.write_text(saved.replace("model:\n", "model:\n  bridge: true\n"))
+    with pytest.raises(ConfigError, match=r"model\.bridge: there is no such key"):
         load_config(tmp_path)
 
 
