@@ -4,7 +4,7 @@ To change a pin, install the new version with `.venv/bin/pip install --no-deps N
 run `make lock`. Nothing is downloaded: a package that is needed and not installed, or installed in
 a version that a dependent does not allow, is an error. What [tool.rltrain.lock] leaves out is left
 out with everything that only it needs; extras that dependencies ask of each other are not followed
-(they are web servers and their tools), only our own `cpu` and `dev`. Markers are read for every
+(they are web servers and their tools), only our own, without `gpu`. Markers are read for every
 Python that rltrain supports, so one file serves all.
 
 `--check` writes nothing and exits 1 if the file would change.
@@ -42,7 +42,8 @@ def closure(project: dict[str, Any]) -> list[str]:
     """
     lock = project["tool"]["rltrain"]["lock"]
     extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *extras["cpu"], *extras["dev"], *lock["include"]]
+    wanted = [*project["project"]["dependencies"], *lock["include"]]
+    wanted += [line for name, lines in extras.items() if name != "gpu" for line in lines]
     queue = [(Requirement(line), "pyproject.toml") for line in wanted]
     pins: dict[str, str] = {}
     problems: list[str] = []
