@@ -1,5 +1,5 @@
 # Every target does the set-up it needs; a second run re-installs nothing.
-.PHONY: setup demo test mutants lint type fmt sizes bench lock
+.PHONY: setup demo test mutants lint type fmt docs sizes bench lock
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -62,6 +62,10 @@ type: setup
 fmt: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+# Broken links and anchors are errors. Read it with: python -m http.server -d build/docs
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
 
 # Prints lines by room, and what is longer than it should be; enforces nothing.
 sizes: setup

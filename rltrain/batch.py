@@ -13,8 +13,10 @@ per token, E experts, V vocabulary, S local slots of a rank.
 
 Two sequences, a prompt of 2 with a response of 2 and a prompt of 1 with a response of 2:
 
-tokens = [11, 12, 21, 22, 13, 23, 24] seq_lens = [4, 3] response_mask = [ F, F, T, T, F, T, T]
-route_mask = [ T, T, T, F, T, T, F]"""
+    tokens        = [11, 12, 21, 22, 13, 23, 24]    seq_lens = [4, 3]
+    response_mask = [ F,  F,  T,  T,  F,  T,  T]
+    route_mask    = [ T,  T,  T,  F,  T,  T,  F]
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
