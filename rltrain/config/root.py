@@ -26,6 +26,7 @@ UNUSED_BY_SFT = (
     "data.reward",
     "model.tiny.warm_start",
     "tracking.num_samples",
+    "tracking.rollouts_every",
     "trainer.check_weight_sync",
     "trainer.sync_every",
 )

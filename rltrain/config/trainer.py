@@ -80,4 +80,8 @@ class TrackingConfig(Section):
     project: str = "rltrain"
     name: str | None = None
     num_samples: Annotated[int, Field(ge=0)] = 8
-    """Rollouts per evaluation to keep for the table of samples and the report."""
+    """Responses per evaluation in ``samples.jsonl``, and rollouts per chosen step in
+    ``rollouts.jsonl``. Rollouts are kept in whole groups, at least one."""
+    rollouts_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between those whose training rollouts are kept in ``rollouts.jsonl``, token by token
+    (docs/tracking.md). The first and the last step are always kept. 0: never keep any."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rltrain.config import Config
 from rltrain.config.trainer import TrainerConfig
+from rltrain.controller.step_metrics import part_means
 from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
 from rltrain.environments.pool import RewardInput, RewardPool, RewardResult
@@ -117,6 +118,7 @@ def evaluation_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     if not scored:
         return metrics
     metrics["eval/reward_mean"] = statistics.fmean(r.value for r in scored if r.value is not None)
+    metrics |= part_means(scored, "eval")
     verdicts = [result.correct for result in scored if result.correct is not None]
     if len(verdicts) == len(scored):
         metrics["eval/accuracy"] = statistics.fmean(verdicts)

@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from torch import Tensor
 
 from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.algorithms.kl import adapted_coef
@@ -16,8 +18,9 @@ from rltrain.controller.checks.precision_bounds import engine_precision, trainer
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.rollout_rows import keeps_rollouts, rollout_rows
 from rltrain.controller.run_loop import Loop, Step
-from rltrain.controller.sampling import Sampler
+from rltrain.controller.sampling import Sampled, Sampler
 from rltrain.controller.weight_sync import WeightSync, check_weight_sync
 from rltrain.policy.types import Agreement, Scored, Updated
 from rltrain.rollout.launch import EngineSpec
@@ -62,7 +65,8 @@ class Trainer(Loop):
             self.policy.begin_step(batch)
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
-            metrics |= self.compare_with_native(batch, scored)
+            measured, flipped = self.compare_with_native(batch, scored)
+            metrics |= measured
         paired = None
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
@@ -76,6 +80,7 @@ class Trainer(Loop):
         with timer.phase("advantages"):
             batch, measured = self.compute_advantages(batch)
             metrics |= measured
+        self.keep_rollouts(step, replace(sampled, batch=batch), scored, flipped)
         if self.critic is not None:
             with timer.phase("critic_update"):
                 metrics |= self.update_critic(self.critic, batch)
@@ -128,14 +133,17 @@ class Trainer(Loop):
             return batch.with_fields(old_logprobs=batch.rollout_logprobs), scored
         return batch.with_fields(old_logprobs=scored.logprobs), scored
 
-    def compare_with_native(self, batch: Batch, scored: Scored | None) -> dict[str, float]:
-        """How far the trainer is from the rollout: as trained and, on sampled steps, natively."""
+    def compare_with_native(
+        self, batch: Batch, scored: Scored | None
+    ) -> tuple[dict[str, float], Tensor | None]:
+        """How far the trainer is from the rollout: as trained and, on sampled steps, natively; and
+        which tokens are flipped, where that was measured."""
         if scored is None:
-            return {}
+            return {}, None
         assert batch.rollout_logprobs is not None
         compared = batch.rollout_logprobs, batch.response_mask, batch.seq_lens
         if scored.agreement is None:
-            return mismatch_metrics(scored.logprobs, *compared)
+            return mismatch_metrics(scored.logprobs, *compared), None
         native, wide = scored, {}
         if self.config.routing_replay.mode == "r3":
             stages.check_overlap(
@@ -150,7 +158,7 @@ class Trainer(Loop):
             native = self.policy.score(routing="native", measure=True)
         assert native.agreement is not None
         flipped = native.agreement.flipped
-        return {
+        metrics = {
             **step_metrics.overlap_metrics(scored.agreement, self.arch.experts_per_token),
             **wide,
             **step_metrics.load_metrics(scored.agreement.load),
@@ -158,6 +166,7 @@ class Trainer(Loop):
             **mismatch_metrics(native.logprobs, *compared, flipped, area="mismatch_native"),
             "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
         }
+        return metrics, flipped
 
     def check_route_margins(self, batch: Batch, agreement: Agreement) -> dict[str, float]:
         """In mode ``r3``, end the run if the rollout's routes are systematically wrong.
@@ -206,6 +215,21 @@ class Trainer(Loop):
         batch, shaped = stages.with_token_rewards(batch, algorithm, limit, self.kl_coef)
         batch, advantages = stages.with_advantages(batch, self.config)
         return batch, corrected | shaped | advantages
+
+    def keep_rollouts(
+        self, step: int, sampled: Sampled, scored: Scored | None, flipped: Tensor | None
+    ) -> None:
+        """On chosen steps, some rollouts token by token, before an update that may fail."""
+        tracking = self.config.tracking
+        if keeps_rollouts(tracking, step, self.config.trainer.steps):
+            rows = rollout_rows(
+                sampled,
+                tracking.num_samples,
+                self.sampler.tokenizer,
+                trainer_logprobs=None if scored is None else scored.logprobs,
+                flipped=flipped,
+            )
+            self.tracker.rollouts(step, rows)
 
     def update(self, batch: Batch) -> list[Updated]:
         names = ["old_logprobs", "advantages", "loss_weights"]

@@ -12,8 +12,9 @@ from rltrain.config import Config
 from rltrain.controller import stages, step_metrics
 from rltrain.controller.evaluation import rewarded_samples
 from rltrain.data.loader import PromptLoader
+from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
-from rltrain.environments.pool import RewardPool
+from rltrain.environments.pool import RewardPool, RewardResult
 from rltrain.rollout.generator import Generator, ResponseGroup, build_batch
 from rltrain.rollout.requests import request_seed
 from rltrain.tracking.timers import StepTimer
@@ -25,13 +26,18 @@ logger = logging.getLogger(__name__)
 class Sampled:
     batch: Batch  # with rewards and loss_mask
     names: list[str]  # how an error names each sequence
-    correct: list[bool | None]  # by the reward function; None where it does not say
-    num_timeouts: int = 0
+    problems: list[Problem]  # of each sequence
+    results: list[RewardResult]  # of each sequence; data.reward.shuffle leaves them where they are
     num_aborted: int = 0  # groups
 
     def select(self, rows: Sequence[int]) -> "Sampled":
-        names, correct = [self.names[r] for r in rows], [self.correct[r] for r in rows]
-        return replace(self, batch=self.batch.select(rows), names=names, correct=correct)
+        return replace(
+            self,
+            batch=self.batch.select(rows),
+            names=[self.names[r] for r in rows],
+            problems=[self.problems[r] for r in rows],
+            results=[self.results[r] for r in rows],
+        )
 
 
 @dataclass
@@ -83,7 +89,7 @@ class Sampler:
         return join([part for part in kept if part.names]), metrics
 
     def _metrics(self, seen: Sampled) -> dict[str, float]:
-        metrics = step_metrics.reward_metrics(seen.batch, seen.num_timeouts, seen.correct)
+        metrics = step_metrics.reward_metrics(seen.batch, seen.results)
         metrics |= step_metrics.rollout_metrics(seen.batch)
         if self.config.rollout.oversample:
             metrics["rollout/aborted_groups"] = float(seen.num_aborted)
@@ -115,9 +121,8 @@ class Sampler:
                 shuffle_seed=self._shuffle_seed(step, round),
             )
         names = [name for n in order for name in groups[n].names]
-        num_timeouts = sum(result.status == "timeout" for result in results_in_order)
-        correct = [result.correct for result in results_in_order]
-        return Sampled(batch, names, correct, num_timeouts, len(problems) - len(groups))
+        prompts = [problems[groups[n].index] for n in order for _ in groups[n].names]
+        return Sampled(batch, names, prompts, results_in_order, len(problems) - len(groups))
 
     def _shuffle_seed(self, step: int, round: int) -> int | None:
         """Of the control that must not learn; None where rewards stay where they belong."""
@@ -130,8 +135,8 @@ def join(parts: Sequence[Sampled]) -> Sampled:
     return Sampled(
         Batch.join([part.batch for part in parts]),
         [name for part in parts for name in part.names],
-        [verdict for part in parts for verdict in part.correct],
-        sum(part.num_timeouts for part in parts),
+        [problem for part in parts for problem in part.problems],
+        [result for part in parts for result in part.results],
         sum(part.num_aborted for part in parts),
     )
 

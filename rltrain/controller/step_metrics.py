@@ -3,6 +3,7 @@
 Formulas and denominators are in `rltrain.tracking.catalogue`.
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,20 +11,20 @@ from torch import Tensor
 
 from rltrain.algorithms.sequences import sequence_sum
 from rltrain.batch import Batch
+from rltrain.environments.pool import RewardResult
 from rltrain.policy.types import NO_FLIP, Agreement, Updated
 
 STATS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
 """What the losses of `rltrain.algorithms.losses` measure."""
 
 
-def reward_metrics(
-    batch: Batch, num_timeouts: int, correct: Sequence[bool | None]
-) -> dict[str, float]:
+def reward_metrics(batch: Batch, results: Sequence[RewardResult]) -> dict[str, float]:
     """Of the sequences that have a reward; where none has, the shares of those alone.
 
     Args:
-        correct: of each sequence whether it was judged correct; None where nobody says
+        results: what the reward function said of each sequence
     """
+    num_timeouts = sum(result.status == "timeout" for result in results)
     rewards, groups = batch.require("rewards", "group_ids")
     failed = ~rewards.isfinite()
     scored = rewards[~failed]
@@ -40,8 +41,18 @@ def reward_metrics(
         "reward/mean": float(scored.mean()),
         "reward/std": float(scored.std(unbiased=False)),
         "group/zero_std_fraction": _share(by_group, lambda g: bool(g.min() == g.max())),
-        **_correct_metrics(groups.tolist(), correct, len(scored)),
+        **_correct_metrics(groups.tolist(), [r.correct for r in results], len(scored)),
+        **part_means(results, "reward"),
     }
+
+
+def part_means(results: Sequence[RewardResult], area: str) -> dict[str, float]:
+    """The mean of every part of the reward, over the responses whose reward has that part."""
+    by_name: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.parts.items():
+            by_name.setdefault(name, []).append(value)
+    return {f"{area}/part/{name}": statistics.fmean(v) for name, v in sorted(by_name.items())}
 
 
 def _correct_metrics(

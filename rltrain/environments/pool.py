@@ -8,11 +8,12 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from rltrain.config.data import RewardConfig
+from rltrain.environments.rewards import judgement
 from rltrain.environments.worker_process import WorkerProcess, wait
 
 logger = logging.getLogger(__name__)
@@ -48,13 +49,14 @@ class RewardResult:
 
     ``value`` is None unless ``status`` is ok. ``detail`` says why the status is not ok. ``correct``
     is None if there is no value, or if neither configuration nor function says which rewards are
-    correct."""
+    correct. ``parts`` are those numbers by name that the function returned beside the reward."""
 
     value: float | None
     status: Literal["ok", "timeout", "error"]
     detail: str
     seconds: float
     correct: bool | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardPool:
@@ -315,7 +317,8 @@ class _Worker:
 def _result(message: dict[str, Any], seconds: float, success_at: float | None) -> RewardResult:
     if "error" in message:
         return RewardResult(None, "error", str(message["error"]), seconds)
-    value, correct = float(message["reward"]), message["correct"]
+    said = {name: message[name] for name in ("reward", "correct")}
+    value, correct, parts = judgement(message["parts"] | said)
     if correct is None and success_at is not None:
         correct = value >= success_at
-    return RewardResult(value, "ok", "", seconds, correct)
+    return RewardResult(value, "ok", "", seconds, correct, parts)

@@ -2,9 +2,9 @@
 
 It reads and writes lines of JSON on one socket. At start it writes ``{"ready": success_at}`` or
 ``{"unusable": why}``. Then it reads lists of samples; for each list it writes ``{"began": clock}``
-and for each sample ``{"sample": number, "clock": clock}`` with ``reward`` and ``correct``, or with
-``error``. Clocks are ``time.monotonic()``, which all processes of a machine share. So the time that
-a message waits to be read does not count against a limit."""
+and for each sample ``{"sample": number, "clock": clock}`` with ``reward``, ``correct`` and
+``parts``, or with ``error``. Clocks are ``time.monotonic()``, which all processes of a machine
+share. So the time that a message waits to be read does not count against a limit."""
 
 import importlib
 import json
@@ -47,12 +47,11 @@ def serve(connection: socket.socket, name: str) -> None:
 def score_sample(
     reward: Reward, response: str, answer: object, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``reward`` and ``correct``, or ``error`` with its place."""
+    """``reward``, ``correct`` and ``parts``, or ``error`` with its place."""
     try:
-        result = judgement(reward(response, answer, **columns))
+        return judgement(reward(response, answer, **columns))._asdict()
     except BaseException as error:  # the user's function may raise anything, or exit
         return {"error": _described(error)[:LONGEST_DETAIL]}
-    return {"reward": result.reward, "correct": result.correct}
 
 
 def _described(error: BaseException) -> str:

@@ -20,39 +20,56 @@ LARGEST = 3.4028234e38
 
 EXPECTED = (
     'expected a finite number (int, float, bool or a NumPy scalar) or {"reward": number, '
-    '"correct": bool}'
+    '"correct": bool, "NAME_OF_A_PART": number, ...}'
 )
+PART_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 
 
 class Judgement(NamedTuple):
     reward: float
     correct: bool | None  # None: the reward function does not say
+    parts: dict[str, float]  # what the reward is made of, by name
 
 
 def judgement(value: object) -> Judgement:
     """Check the return value of a reward function.
 
-    It is a number, or a mapping with ``reward`` and optionally ``correct``. A number is an int, a
-    float, a bool, a NumPy scalar, or an array or tensor of shape ().
+    It is a number, or a mapping with ``reward``, optionally ``correct``, and the parts of the
+    reward: numbers by name, which are logged and not trained on. A number is an int, a float, a
+    bool, a NumPy scalar, or an array or tensor of shape (). A part is no bool, so that a misspelt
+    ``correct`` is not taken for one.
 
     Raises:
         ValueError: for anything else, such as text, None, NaN or an infinite number.
     """
-    correct: bool | None = None
-    if isinstance(value, Mapping):
-        if "reward" not in value or not value.keys() <= {"reward", "correct"}:
-            raise ValueError(f"{EXPECTED}, found a mapping of {sorted(map(str, value))}")
-        said = _item(value.get("correct"))
-        if said is not None and not isinstance(said, bool):
-            raise ValueError(f"{EXPECTED}, found correct={_shown(said)}")
-        correct = said
-        value = value["reward"]
+    if not isinstance(value, Mapping):
+        return Judgement(_number(value), None, {})
+    if "reward" not in value:
+        raise ValueError(f"{EXPECTED}, found a mapping of {sorted(map(str, value))}")
+    correct = _item(value.get("correct"))
+    if correct is not None and not isinstance(correct, bool):
+        raise ValueError(f"{EXPECTED}, found correct={_shown(correct)}")
+    names = [name for name in value if name not in ("reward", "correct")]
+    parts = {_part_name(name): _number(value[name], f"{name}=", bools=False) for name in names}
+    return Judgement(_number(value["reward"]), correct, parts)
+
+
+def _number(value: object, label: str = "", *, bools: bool = True) -> float:
     number = _item(value)
-    if not isinstance(number, int | float):
-        raise ValueError(f"{EXPECTED}, found {_shown(value)}")
+    if not isinstance(number, int | float) or (isinstance(number, bool) and not bools):
+        raise ValueError(f"{EXPECTED}, found {label}{_shown(value)}")
     if not abs(number) <= LARGEST:  # also true for NaN
-        raise ValueError(f"{EXPECTED}, found {_shown(value)}, which float32 cannot hold")
-    return Judgement(float(number), correct)
+        raise ValueError(f"{EXPECTED}, found {label}{_shown(value)}, which float32 cannot hold")
+    return float(number)
+
+
+def _part_name(name: object) -> str:
+    if isinstance(name, str) and PART_NAME.fullmatch(name):
+        return name
+    raise ValueError(
+        f"{EXPECTED}, found a part named {_shown(name)}: a name has ASCII letters, digits and "
+        "underscores, and begins with a letter"
+    )
 
 
 def _item(value: Any) -> object:

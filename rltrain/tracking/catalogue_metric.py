@@ -7,7 +7,7 @@ from typing import Literal
 Section = Literal["learning", "mismatch", "routing", "rollout", "policy", "performance"]
 When = Literal["step", "sampled", "evaluation"]
 Better = Literal["higher", "lower", "neither"]
-FIELDS = {"layer": r"\d+", "part": r"\d+", "stat": r"\w+"}
+FIELDS = {"layer": r"\d+", "part": r"\d+", "stat": r"\w+", "reward_part": r"\w+"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ COMPARED = "responses with a token to compare"
 CORRECTED = "response tokens of the loss before rejection"
 CORRECTED_SEQUENCES = "responses with such a token"
 VALUED = "tokens in the loss"
+PARTS = "a number that the reward function returned beside the reward, by its name (docs/data.md)"
 HELD_OUT = "held-out problems"
 SCORED_HELD_OUT = "held-out problems whose reward was computed"
 VERDICTS = "left out unless data.reward.success_at or the reward function says which these are"

@@ -7,6 +7,7 @@ from rltrain.tracking.catalogue_metric import (
     GROUPS,
     HELD_OUT,
     LOSS_TOKENS,
+    PARTS,
     SAMPLED_GROUPS,
     SCORED,
     SCORED_HELD_OUT,
@@ -28,6 +29,9 @@ LEARNING = (
         SCORED,
         "reward",
         better="higher",
+    ),
+    _learning(
+        "reward/part/{reward_part}", f"mean of {PARTS}", f"{SCORED} and has that part", "reward"
     ),
     _learning(
         "reward/failed_fraction", "rewards that raised or crashed", SEQUENCES, better="lower"
@@ -62,6 +66,12 @@ LEARNING = (
         f"correct responses, greedy; {VERDICTS}",
         SCORED_HELD_OUT,
         better="higher",
+    ),
+    _evaluation(
+        "eval/part/{reward_part}",
+        f"mean of {PARTS}, greedy",
+        f"{SCORED_HELD_OUT} and has that part",
+        "reward",
     ),
     _evaluation("eval/num_scored", SCORED_HELD_OUT, "-", "problems"),
     _evaluation(

@@ -1,4 +1,4 @@
-"""JSON lines, each with a step: metrics.jsonl and samples.jsonl.
+"""JSON lines, each with a step: metrics.jsonl, samples.jsonl and rollouts.jsonl.
 
 A line is complete on disk before the next step starts, so a killed run loses at most a torn last
 line, which the reader drops.
@@ -54,7 +54,8 @@ class JsonlWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append ``values`` of ``step``. A NaN or infinity becomes null, which is valid JSON.
+        """Append ``values`` of ``step``. A NaN or infinity becomes null, which is valid JSON, also
+        in lists and objects.
 
         Raises:
             OSError: when the line cannot be written; says what to do where the disk is full.
@@ -75,11 +76,15 @@ class JsonlWriter:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    clean = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
-    return json.dumps(clean, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(_finite(row), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _replace(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

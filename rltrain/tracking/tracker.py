@@ -1,7 +1,8 @@
 """Where a run's numbers go: one call per step writes them to every place.
 
-The run folder gets versions.json, metrics.jsonl, samples.jsonl, outcome.json, report.html and, on
-GPUs, gpus.csv; the report is written from these and config.yaml alone, also when the run failed.
+The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, outcome.json,
+report.html and, on GPUs, gpus.csv; the report is written from these and config.yaml alone, also
+when the run failed.
 """
 
 import json
@@ -50,7 +51,8 @@ class Tracker:
         num_steps: steps of the whole run, for the ETA. Steps count from 1; what is measured before
             the first is logged as step 0.
         first_step: 0 starts afresh; k + 1 resumes a run whose checkpoint is of step k, and lines
-            of metrics.jsonl and samples.jsonl at or past it are dropped; gpus.csv begins anew.
+            of metrics.jsonl, samples.jsonl and rollouts.jsonl at or past it are dropped; gpus.csv
+            begins anew.
         gpus: those of the run, by NVML index or UUID; none are sampled where it is empty.
 
     Raises:
@@ -76,6 +78,7 @@ class Tracker:
         _write(run_dir / "versions.json", json.dumps({"started": started, **versions}, indent=2))
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
         self._samples = JsonlWriter(run_dir / "samples.jsonl", first_step)
+        self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
         self._wandb = None
         if tracking.wandb != "disabled":
             self._wandb = WandbRun(run_dir, tracking, config, resumed=first_step > 0)
@@ -105,6 +108,11 @@ class Tracker:
         if self._wandb is not None and kept:
             self._wandb.log_samples(step, kept)
 
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep training rollouts, token by token (docs/tracking.md). Call it before `log`."""
+        for row in rows:
+            self._rollouts.write(step, row)
+
     def invariants(self, step: int, checks: Sequence[Mapping[str, str]]) -> None:
         """Keep the checks of the first step for the report."""
         text = json.dumps({"step": step, "checks": list(checks)}, indent=2)
@@ -121,6 +129,7 @@ class Tracker:
             stack.callback(self._say_where_time_goes)
             stack.callback(self._finish_wandb, error)
             stack.callback(write_outcome, self.run_dir, error)
+            stack.callback(self._rollouts.close)
             stack.callback(self._samples.close)
             stack.callback(self._metrics.close)
             stack.callback(self._progress.close)

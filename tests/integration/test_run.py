@@ -4,6 +4,7 @@ Independent runs go two at a time, because most of a small run is start-up.
 """
 
 import json
+import math
 import os
 import re
 import time
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from rltrain.cli.app import main as rltrain
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
+from rltrain.tracking.jsonl import read_jsonl
 
 pytestmark = [
     pytest.mark.integration,
@@ -68,9 +70,34 @@ def load_with_transformers(folder: Path) -> None:
 
 def reward_by_length(folder: Path) -> str:
     """A model of five supervised steps has no right answer. This reward differs by response."""
-    score = "def score(response, answer, **columns):\n    return float(len(response))\n"
+    score = "def score(response, answer, **columns):\n    n = len(response)\n"
+    score += '    return {"reward": n, "length": n}\n'
     (folder / "by_length.py").write_text(score)
     return "data.reward.function=by_length.score"
+
+
+def check_rollouts(rows: list[dict[str, Any]], metrics: dict[int, dict[str, Any]]) -> None:
+    """Two whole groups of the first and the last step, with what the trainer trained on."""
+    assert [(r["step"], r["group"], r["sample"]) for r in rows] == [
+        (step, group, sample) for step in (1, 3) for group in (0, 1) for sample in range(4)
+    ]
+    for row in rows:
+        lists = ["tokens", "rollout_logprobs", "old_logprobs", "ratio", "loss_mask"]
+        lists += ["flipped"] if row["step"] == 1 else []  # sampled every tenth step
+        assert {len(row[name]) for name in lists} == {len(row["tokens"])}
+        assert row["reward"] == row["reward_parts"]["length"]
+        assert metrics[row["step"]]["advantage/min"] - 1e-5 <= row["advantage"]
+        pairs = zip(row["old_logprobs"], row["rollout_logprobs"], row["ratio"], strict=True)
+        assert all(r == pytest.approx(math.exp(o - e), rel=1e-4) for o, e, r in pairs)
+        assert max(row["rollout_logprobs"]) <= 0
+    for start in range(0, len(rows), 4):
+        group = sorted(rows[start : start + 4], key=lambda row: row["reward"])
+        assert len({row["prompt"] for row in group}) == 1
+        assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
+        assert [r["advantage"] for r in group] == sorted(r["advantage"] for r in group)
+    first = [row for row in rows if row["step"] == 1]
+    assert any(1 in row["flipped"] for row in first) and any(0 in row["flipped"] for row in first)
+    assert all(row["flipped"] is None for row in rows if row["step"] == 3)
 
 
 def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
@@ -100,6 +127,7 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
         assert row["policy/grad_norm"] > 0
     for step in (0, 2, 3):
         assert r3.metrics[step]["eval/failed_fraction"] == 0
+        assert r3.metrics[step]["eval/part/length"] == r3.metrics[step]["eval/reward_mean"]
         assert "eval/accuracy" not in r3.metrics[step]  # this reward does not say what is correct
     first, stale, fresh = (r3.metrics[step] for step in (1, 2, 3))
     assert stale["mismatch/k3"] > 100 * max(first["mismatch/k3"], fresh["mismatch/k3"])
@@ -111,6 +139,7 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
     assert first["mismatch/k3"] < first["mismatch_native/k3"]
     assert 0.8 < first["routing/overlap"] < 1.0
     assert first["routing/wide_flip_fraction"] < 5e-4 and first["routing/judged_fraction"] == 1.0
+    check_rollouts(read_jsonl(r3.folder / "rollouts.jsonl"), r3.metrics)
     for name in ("config.yaml", "versions.json", "samples.jsonl", "outcome.json", "report.html"):
         assert (r3.folder / name).stat().st_size > 0
     assert json.loads((r3.folder / "outcome.json").read_text())["state"] == "finished"

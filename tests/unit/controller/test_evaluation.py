@@ -4,7 +4,7 @@ Generator, rewards and tracker are stand-ins of a few lines: what they do is tes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -113,6 +113,8 @@ def test_accuracy_is_told_only_where_every_reward_says_what_is_correct() -> None
         "eval/reward_mean": 1.25,
         "eval/accuracy": 0.5,
     }
+    parts = [replace(scored(1.0), parts={"format": n}) for n in (0.0, 1.0)]
+    assert evaluation_metrics([*parts, scored(None)])["eval/part/format"] == 0.5
     assert evaluation_metrics([scored(None)]) == {
         "eval/num_scored": 0,
         "eval/failed_fraction": 1.0,

@@ -92,7 +92,7 @@ def sampler(
         "rewarded_samples",
         lambda tokenizer, problem, group: [r.prompt_tokens[0] for r in group],
     )
-    prompts: Any = iter(lambda: ["problem"] * len(rounds[0]), None)
+    prompts: Any = iter(lambda: [f"problem {n}" for n in range(len(rounds[0]))], None)
     config, unused = Config.model_validate(values), Any
     answers: Any = Answers(rounds, order)
     return Sampler(config, prompts, answers, Pool(rounds), unused)  # type: ignore[arg-type]
@@ -117,6 +117,7 @@ def test_it_refills_and_stops_when_enough_groups_teach(monkeypatch: pytest.Monke
     assert rewards.tolist() == [0, 1] * WANTED
     assert groups.tolist() == [1, 1, 2, 2, 3, 3]
     assert found.names[:3] == ["round 0 sequence 2", "round 0 sequence 3", "round 1 sequence 0"]
+    assert found.problems == [f"problem {n}" for n in (1, 1, 0, 0, 1, 1)]
     assert found.batch.tokens[:4].tolist() == [4, 5, 6, 7]
     assert "rollout/aborted_groups" not in metrics
     assert metrics["group/rounds"] == 2
@@ -151,7 +152,7 @@ def test_what_finishes_first_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         sampled, metrics = made.sample(1, StepTimer())
         rewards, loss_mask = sampled.batch.require("rewards", "loss_mask")
         assert rewards.nan_to_num(-1).tolist() == [0.25, 0.5, -1, 1.0, 0.0, 0.75]
-        assert sampled.num_timeouts == 1
+        assert [result.status for result in sampled.results].count("timeout") == 1
         assert made.pool.polls == 2 * WANTED  # type: ignore[attr-defined]  # while it waits, too
         found.append((sampled.batch.tokens.tolist(), loss_mask.tolist(), sampled.names, metrics))
     assert found[0] == found[1] == found[2]
@@ -226,7 +227,7 @@ def test_what_is_correct_stays_with_its_response(monkeypatch: pytest.MonkeyPatch
     assert metrics["group/all_correct_fraction"] == pytest.approx(2 / 6)
     assert metrics["group/all_wrong_fraction"] == pytest.approx(2 / 6)
     rewards = found.batch.require("rewards")[0].tolist()
-    assert found.correct == [reward == 1 for reward in rewards]
+    assert [result.correct for result in found.results] == [reward == 1 for reward in rewards]
     silent = [(0.0, 1.0)] * WANTED
     made = sampler([silent], 0, monkeypatch)
     collect = made.pool.collect
@@ -234,6 +235,20 @@ def test_what_is_correct_stays_with_its_response(monkeypatch: pytest.MonkeyPatch
     _, metrics = made.sample(1, StepTimer())
     assert "reward/mean" in metrics
     assert not {"reward/accuracy", "group/all_correct_fraction"} & metrics.keys()
+
+
+def test_the_mean_of_a_part_is_over_the_responses_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = sampler([[(1.0, 0.0), (0.0, None), (1.0, 1.0)]], 0, monkeypatch)
+    collect = made.pool.collect
+    parts: Any = [{"format": 0.5}, {"format": 0.0, "brief": -1.0}, {}, {}, {"brief": -3.0}, {}]
+    made.pool.collect = lambda: [  # type: ignore[method-assign]
+        replace(result, parts=part) for result, part in zip(collect(), parts, strict=True)
+    ]
+    _, metrics = made.sample(1, StepTimer())
+    found = {name: value for name, value in metrics.items() if "/part/" in name}
+    assert found == {"reward/part/brief": -2.0, "reward/part/format": 0.25}
 
 
 def test_a_failed_reward_is_no_difference() -> None:

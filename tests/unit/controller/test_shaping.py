@@ -17,6 +17,7 @@ from rltrain.controller.stages import (
     with_token_rewards,
 )
 from rltrain.controller.step_metrics import reward_metrics, update_metrics
+from rltrain.environments.pool import RewardResult
 from rltrain.policy.types import Updated
 
 PROMPT, LENGTHS = 1, (3, 2, 4, 1)
@@ -121,7 +122,8 @@ def test_where_every_reward_failed_nothing_is_learned(advantage: str) -> None:
     batch, found = with_advantages(batch, cfg)
     assert not metrics | found
     assert not any(values.any() for values in batch.require("advantages", "loss_weights"))
-    assert reward_metrics(batch, num_timeouts=3, correct=[None] * 4) == {
+    failed = [RewardResult(None, status, "", 0.0) for status in ("error", *["timeout"] * 3)]
+    assert reward_metrics(batch, failed) == {
         "reward/failed_fraction": 1 / 4,
         "reward/timeout_fraction": 3 / 4,
     }

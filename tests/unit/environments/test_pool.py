@@ -241,6 +241,13 @@ def test_correct_is_what_is_said_or_what_reaches_the_threshold(
         assert [result.correct for result in pool.score(given)] == correct
 
 
+def test_the_parts_of_a_reward_arrive_with_it():
+    with pool_of("sample_rewards.graded") as pool:
+        texts = ['{"reward": 0.5, "format": np.float32(0.25), "length": -3}', "0.5"]
+        results = pool.score([RewardInput(r, r, "y", "?", {}, "id") for r in texts])
+    assert [result.parts for result in results] == [{"format": 0.25, "length": -3.0}, {}]
+
+
 def test_the_clock_starts_with_the_work_not_in_the_queue():
     with pool_of(timeout_s=0.6) as pool:
         results = pool.score(samples(*["sleep 0.3"] * 5))

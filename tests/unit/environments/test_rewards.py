@@ -58,11 +58,15 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(function, answer
         ({"reward": np.int8(1), "correct": True}, 1.0, True),
         ({"reward": -1, "correct": np.False_}, -1.0, False),
         ({"reward": -1, "correct": None}, -1.0, None),
+        ({"reward": 1, "format": 0.2, "n_steps": 3}, 1.0, None),
     ],
 )
 def test_what_a_reward_may_return(value, reward, correct):
     found = judgement(value)
-    assert found == (reward, correct)
+    assert found[:2] == (reward, correct)
+    names = set(value) - {"reward", "correct"} if isinstance(value, dict) else set()
+    assert found.parts == {name: float(value[name]) for name in names}
+    assert all(type(part) is float for part in found.parts.values())
     assert type(found.reward) is float and type(found.correct) in (bool, type(None))
 
 
@@ -84,7 +88,14 @@ def test_what_a_reward_may_return(value, reward, correct):
         ((1.0, {}), "found tuple"),
         ([1.0], "found list"),
         ({"score": 1.0}, "a mapping of ['score']"),
-        ({"reward": 1.0, "acc": True}, "a mapping of ['acc', 'reward']"),
+        ({"reward": 1.0, "corect": True}, "found corect=bool 'True'"),
+        ({"reward": 1.0, "corect": np.True_}, "found corect=bool 'True'"),
+        ({"reward": 1.0, "format": None}, "found format=NoneType"),
+        ({"reward": 1.0, "format": math.nan}, "found format=float 'nan', which"),
+        ({"reward": 1.0, "format": "0.2"}, "found format=str '0.2'"),
+        ({"reward": 1.0, "format/tags": 0.2}, "a part named str 'format/tags'"),
+        ({"reward": 1.0, "länge": 0.2}, "a part named str 'länge'"),
+        ({"reward": 1.0, 3: 0.2}, "a part named int '3'"),
         ({"reward": "1"}, "found str '1'"),
         ({"reward": {"reward": 1}}, "found dict"),
         ({"reward": 1.0, "correct": 1.0}, "found correct=float '1.0'"),

@@ -56,10 +56,17 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_place(tmp_path, line):
 def test_what_is_not_finite_becomes_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(path, first_step=0)
-    writer.write(0, {"policy/grad_norm": math.nan, "policy/ratio_max": math.inf})
+    nested = {"logprobs": [-0.5, -math.inf], "parts": {"format": math.nan, "n": 1}}
+    writer.write(0, {"policy/grad_norm": math.nan, "policy/ratio_max": math.inf, **nested})
     writer.close()
     line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
-    assert line == {"step": 0, "policy/grad_norm": None, "policy/ratio_max": None}
+    assert line == {
+        "step": 0,
+        "policy/grad_norm": None,
+        "policy/ratio_max": None,
+        "logprobs": [-0.5, None],
+        "parts": {"format": None, "n": 1},
+    }
 
 
 def test_a_full_disk_says_so(tmp_path):

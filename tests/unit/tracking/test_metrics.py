@@ -21,15 +21,14 @@ def test_the_page_is_current():
 def test_every_name_is_area_slash_name_and_stands_once():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
-    part = r"/([a-z_0-9]+|layer_\{layer\}|part_\{part\}|\{stat\})"
+    part = r"/([a-z_0-9]+|layer_\{layer\}|part_\{part\}|\{stat\}|\{reward_part\})"
     assert all(re.fullmatch(rf"[a-z_0-9]+({part})+", name) for name in names)
 
 
 def test_a_name_matches_one_entry_only():
     for metric in METRICS:
-        name = (
-            metric.name.replace("{layer}", "3").replace("{part}", "3").replace("{stat}", "fish_2")
-        )
+        name = re.sub(r"\{(layer|part)\}", "3", metric.name)
+        name = re.sub(r"\{(stat|reward_part)\}", "fish_2", name)
         assert [m for m in METRICS if m.pattern.fullmatch(name)] == [metric]
         assert find_metric(name) is metric
 
