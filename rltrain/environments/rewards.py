@@ -56,7 +56,9 @@ def judgement(value: object) -> Judgement:
 
 def _number(value: object, label: str = "", *, bools: bool = True) -> float:
     number = _item(value)
-    if not isinstance(number, int | float) or (isinstance(number, bool) and not bools):
+    if isinstance(number, bool) and not bools:
+        raise ValueError(f"{EXPECTED}, found {label}{_shown(number)}")
+    if not isinstance(number, int | float):
         raise ValueError(f"{EXPECTED}, found {label}{_shown(value)}")
     if not abs(number) <= LARGEST:  # also true for NaN
         raise ValueError(f"{EXPECTED}, found {label}{_shown(value)}, which float32 cannot hold")
