@@ -91,13 +91,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def abbreviations(path: str) -> str:
-    """The glossary's abbreviations, for tooltips on every other page."""
-    glossary = ROOT / "docs/glossary.md"
-    if path == "docs/glossary.md" or not glossary.exists():
+    """The glossary's abbreviations with the first sentence about each: tooltips of other pages."""
+    if path == "docs/glossary.md":
         return ""
-    entries = re.findall(r"^### (.+)\n\n(.+?[.:])(?=\s)", glossary.read_text(), re.MULTILINE)
+    glossary = (ROOT / "docs/glossary.md").read_text()
+    entries = re.findall(r"^### (.+)\n\n((?:.|\n)+?\.)\s", glossary, re.MULTILINE)
     lines = [
-        f"*[{term}]: {re.sub(r'`|[*]|[]][(][^)]+[)]|[[]', '', meaning)}"
+        f"*[{term}]: {re.sub(r'[`*[]|]([(][^)]+[)])?', '', meaning).replace(chr(10), ' ')}"
         for terms, meaning in entries
         for term in terms.split(", ")
         if re.fullmatch(r"[A-Z][A-Z0-9]+|k[0-9]", term)

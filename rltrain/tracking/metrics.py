@@ -14,8 +14,8 @@ from rltrain.tracking.catalogue_metric import Metric
 INTRODUCTION = """\
 # Metrics
 
-Generated from `rltrain/tracking/catalogue.py` by
-`python -m rltrain.tracking.metrics > docs/metrics.md`; a test holds it current.
+Look up a number of a report, of wandb or of `metrics.jsonl` here: its formula, what it is a mean
+over, and whether higher or lower is better.
 
 Names are `area/name`. `E` is the mean over the denominator, always of the global batch. A metric
 without data in a step is left out of that step; it is never logged as zero. `sampled` means on the
@@ -29,7 +29,10 @@ native routing.
 A response token is *flipped* if a routing difference can change its log-probability. That is the
 case if the engine and native routing in the trainer chose different experts (a) in any layer, at
 the position that predicts the token, or (b) at an earlier position, in any layer except the last.
-The last layer's output at earlier positions is not read by attention."""
+The last layer's output at earlier positions is not read by attention.
+
+This page is generated from `rltrain/tracking/catalogue.py` by
+`python -m rltrain.tracking.metrics > docs/metrics.md`; a test holds it current."""
 
 
 @cache
