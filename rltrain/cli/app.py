@@ -97,6 +97,13 @@ def _bench(arguments: Arguments) -> int:
     return run(arguments)
 
 
+def _doctor(arguments: Arguments) -> int:
+    """Check this machine, its packages and a configuration: [+recipe=NAME ...] [--self-test]."""
+    from rltrain.cli.doctor_command import doctor as run
+
+    return run(arguments)
+
+
 def _dashboard(arguments: Arguments) -> int:
     """Save the dashboard as a view of the wandb project ENTITY/PROJECT."""
     from rltrain.cli.report_command import dashboard as run
@@ -115,6 +122,7 @@ COMMANDS: dict[str, Callable[[Arguments], int]] = {
     "verify": _verify,
     "routes": _routes,
     "bench": _bench,
+    "doctor": _doctor,
     "dashboard": _dashboard,
 }
 """Name -> function of the arguments after the name; its docstring is the help."""

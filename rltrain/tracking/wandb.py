@@ -82,10 +82,10 @@ def choose_mode(wanted: str, environment: Mapping[str, str]) -> Mode:
     mode = environment.get("WANDB_MODE", "")
     if mode in ("online", "offline", "disabled"):
         return cast(Mode, mode)
-    return "online" if _logged_in(environment) else "offline"
+    return "online" if is_logged_in(environment) else "offline"
 
 
-def _logged_in(environment: Mapping[str, str]) -> bool:
+def is_logged_in(environment: Mapping[str, str]) -> bool:
     """Whether wandb would find a key without asking for one."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

@@ -107,8 +107,8 @@ def check_output(config: Config) -> None:
     folder = Path(config.trainer.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"1")  # an empty file fits on a full disk
     except OSError as error:
         raise ValueError(
             f"trainer.output_dir={folder}: expected a folder that can be written, found: "

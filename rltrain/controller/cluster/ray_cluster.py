@@ -76,7 +76,28 @@ class Cluster:
 
 @contextmanager
 def cluster(config: Config) -> Iterator[Cluster]:
-    """Start Ray, or join ``cluster.address``; local servers listen on loopback alone.
+    """Start Ray or join it, as `running_ray` does, and give every rank its place.
+
+    Raises:
+        RuntimeError: it did not start or cannot be joined, with what to do.
+    """
+    with running_ray(config.cluster.address):
+        run_dir = Path(config.trainer.output_dir)
+        _link_logs(run_dir)
+        logs = run_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        os.environ[FOLDER] = str(logs)
+        try:
+            placement = place(config, _gpus_of_a_node())
+            logger.info("placement: %s", placement)
+            yield replace(reserve(placement, config.cluster.start_timeout_s), logs=logs)
+        finally:
+            os.environ.pop(FOLDER, None)
+
+
+@contextmanager
+def running_ray(address: str | None) -> Iterator[None]:
+    """Start Ray, or join ``address``; local servers listen on loopback alone.
 
     Raises:
         RuntimeError: it did not start or cannot be joined, with what to do.
@@ -89,38 +110,30 @@ def cluster(config: Config) -> Iterator[Cluster]:
         "_node_ip_address": "127.0.0.1",
         "num_cpus": max(8, len(os.sched_getaffinity(0))),
     }
-    if config.cluster.address is None:
+    if address is None:
         # Without this Ray on Linux turns a loopback address into the host's own.
         ray_constants.ENABLE_RAY_CLUSTER = False
     else:
-        check_address(config.cluster.address)
+        check_address(address)
     # Its words about a dead actor would come beside ours, which have the actor's own error.
     ray._private.worker._worker_logs_enabled = False
     terminated = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             # A cluster of our own, even where Ray finds that of another program on this machine.
-            address=config.cluster.address or "local",
+            address=address or "local",
             log_to_driver=False,
             logging_level=log_level.upper(),
-            **({} if config.cluster.address else local),
+            **({} if address else local),
         )
     except Exception as error:  # Ray raises that class itself
         ray.shutdown()  # what it did start
-        raise start_failure(error, config.cluster.address, HostState.now()) from error
+        raise start_failure(error, address, HostState.now()) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
     try:
-        run_dir = Path(config.trainer.output_dir)
-        _link_logs(run_dir)
-        logs = run_dir / "logs"
-        logs.mkdir(exist_ok=True)
-        os.environ[FOLDER] = str(logs)
-        placement = place(config, _gpus_of_a_node())
-        logger.info("placement: %s", placement)
-        yield replace(reserve(placement, config.cluster.start_timeout_s), logs=logs)
+        yield
     finally:
-        os.environ.pop(FOLDER, None)
         ray.shutdown()
 
 
