@@ -32,7 +32,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError, nearest, validate
-from rltrain.config.hydra_groups import Groups, conf_folder, find_groups, find_recipes, summary
+from rltrain.config.hydra_groups import (
+    RECIPE_FILE,
+    Groups,
+    conf_folder,
+    find_groups,
+    find_recipes,
+    no_override,
+    split_recipe_file,
+    summary,
+)
 from rltrain.config.overrides import Override, check_overrides
 from rltrain.config.redact import redacted_text
 from rltrain.config.saved_config import save_config
@@ -164,16 +173,22 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     """The validated configuration of Hydra overrides such as ``+recipe=grpo_moe_r3``.
 
     Args:
+        overrides: one of them may be a recipe file of the user's, such as ``my_run/recipe.yaml``.
         config_dir: a folder with more group files, e.g. your own ``recipe/``.
 
     Raises:
         ConfigError: also for errors of Hydra and OmegaConf, which are reworded.
     """
     groups = find_groups(config_dir)
-    check_overrides([parse_override(text) for text in overrides], groups)
+    overrides, recipe_file = split_recipe_file(overrides)
+    if recipe_file is not None:
+        groups["recipe"][RECIPE_FILE] = recipe_file
+    check_overrides([parse_override(text, groups) for text in overrides], groups)
     search = [f"hydra.searchpath=[{config_dir.absolute().as_uri()}]"] if config_dir else []
     try:
         store_schema_and_recipes()
+        if recipe_file is not None:
+            store_recipe(RECIPE_FILE, recipe_file)
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             composed = hydra_compose("config", overrides=[*overrides, *search])
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -192,7 +207,14 @@ def store_schema_and_recipes() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=schema_node())
     for name, file in find_recipes().items():
-        store.store(group="recipe", name=name, node=OmegaConf.load(file), package="_global_")
+        store_recipe(name, file)
+
+
+def store_recipe(name: str, file: Path) -> None:
+    node = OmegaConf.load(file)
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"{file}: expected sections such as 'trainer:', found a list")
+    ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_")
 
 
 def reword(error: Exception) -> str:
@@ -215,15 +237,16 @@ def schema_node() -> DictConfig:
     return node
 
 
-def parse_override(text: str) -> Override:
+def parse_override(text: str, groups: Groups) -> Override:
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
         name, equals, value = text.partition("=")
         advice = f"quote a value with special characters: {name}=\"'{value}'\""
         raise ConfigError(
-            f"{text}: expected name=value such as trainer.steps=5 or +recipe=NAME, found "
-            f"{str(error).partition(chr(10))[0]}{'; ' + advice if equals else ''}"
+            f"{text}: expected name=value such as trainer.steps=5, +recipe=NAME or a recipe file "
+            f"such as recipe.yaml, found {str(error).partition(chr(10))[0]}"
+            f"{'; ' + advice if equals else no_override(text, groups)}"
         ) from error
     if parsed.is_sweep_override():
         raise ConfigError(f"{text}: a run takes one value; start one run for each")
@@ -248,7 +271,10 @@ def help_text(groups: Groups) -> str:
         for name, files in sorted(groups.items())
         if name != "recipe"
     )
-    return f"""usage: {PROGRAM} +recipe=NAME [name=value ...] [--cfg job] [--config-dir FOLDER]
+    return f"""usage: {PROGRAM} RECIPE.yaml [name=value ...] [--cfg job] [--config-dir FOLDER]
+       {PROGRAM} +recipe=NAME [name=value ...]
+
+RECIPE.yaml is a file of your own; `rltrain init FOLDER` writes one with all that it needs.
 
 recipes, chosen with +recipe=NAME:
 {recipes}

@@ -20,6 +20,13 @@ def _train(arguments: Arguments) -> int:
     return run(arguments)
 
 
+def _init(arguments: Arguments) -> int:
+    """Write a new FOLDER with a recipe, a reward function, its test and data: rltrain init -h."""
+    from rltrain.cli.init_command import init as run
+
+    return run(arguments)
+
+
 def _list_keys(arguments: Arguments) -> int:
     """List the configuration keys that contain WORD, with their types and defaults."""
     word = arguments[0] if arguments else ""
@@ -112,6 +119,7 @@ def _dashboard(arguments: Arguments) -> int:
 
 
 COMMANDS: dict[str, Callable[[Arguments], int]] = {
+    "init": _init,
     "train": _train,
     "report": _report,
     "import": _import,

@@ -14,8 +14,9 @@ BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym")
 
 class RewardConfig(Section):
     function: str = "exact"
-    """``exact``, ``math_verify``, ``reasoning_gym``, or the dotted path of your own function
-    ``(response: str, answer: object, **columns) -> float``."""
+    """``exact``, ``math_verify``, ``reasoning_gym``, or your own function ``(response: str, answer:
+    object, **columns) -> float``: ``reward.py:score`` of a file, or ``my_rewards.score`` of a
+    module. A relative file starts at the folder in which the command runs."""
     text: Literal["raw", "clean"] = "raw"
     """Text that the function gets as ``response``. ``raw``: the text as sampled. ``clean``: without
     the special tokens of the tokenizer; ``<|channel|>final<|message|>42`` then reads ``final42``.
@@ -32,11 +33,11 @@ class RewardConfig(Section):
     """Permute the rewards over the step. Use it as a control experiment, which must not learn."""
 
     @model_validator(mode="after")
-    def the_function_is_built_in_or_a_dotted_path(self) -> Self:
+    def the_function_is_built_in_or_in_a_file_or_module(self) -> Self:
         if "." not in self.function and self.function not in BUILT_IN_REWARDS:
             raise ValueError(
-                f"function={self.function}: expected one of {', '.join(BUILT_IN_REWARDS)} or the "
-                "dotted path of a function, e.g. my_rewards.score"
+                f"function={self.function}: expected one of {', '.join(BUILT_IN_REWARDS)}, a "
+                "function of a file, e.g. reward.py:score, or of a module, e.g. my_rewards.score"
             )
         return self
 

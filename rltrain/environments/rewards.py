@@ -7,10 +7,15 @@ libraries itself, so that this module imports fast."""
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import math
 import re
+import sys
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 Reward = Callable[..., Any]
@@ -176,38 +181,84 @@ def declared_success(reward: Reward) -> float | None:
 
 
 def load_reward(name: str) -> Reward:
-    """The built-in of that name, or the function at a dotted path such as ``my_rewards.score``.
+    """The built-in of that name, or the user's function: ``reward.py:score`` of a file, or
+    ``my_rewards.score`` of a module.
+
+    A relative file starts at the folder in which the run was started.
 
     Raises:
         ValueError: when it cannot be imported, is no function, or cannot be called as a reward.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
+    is_file = ":" in name
+    module_name, _, attribute = name.rpartition(":" if is_file else ".")
+    if not module_name or not attribute:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         raise ValueError(
-            f"data.reward.function={name} is neither built in ({', '.join(BUILT_IN)}) nor a dotted "
-            "path such as my_rewards.score" + (f": did you mean {near[0]}?" if near else "")
+            f"data.reward.function={name} is neither built in ({', '.join(BUILT_IN)}) nor a "
+            "function of a file such as reward.py:score, or of a module such as my_rewards.score"
+            + (f": did you mean {near[0]}?" if near else "")
         )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    if not is_file and attribute == "py":
         raise ValueError(
-            f"data.reward.function={name} cannot be imported: {type(error).__name__}: {error}. "
-            f"Module {module_name} must be importable from the folder the run starts in "
-            "or from PYTHONPATH"
-        ) from error
+            f"data.reward.function={name}: name the function in the file, e.g. {name}:score"
+        )
+    module = _import_file(name, module_name) if is_file else _import_module(name, module_name)
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         raise ValueError(
-            f"data.reward.function={name}: module {module_name} has no {attribute!r}"
+            f"data.reward.function={name}: {module_name} has no {attribute!r}"
             + (f": did you mean {near[0]!r}?" if near else "")
         )
     function = getattr(module, attribute)
     _check_signature(name, function)
     reward: Reward = function
     return reward
+
+
+def _import_file(name: str, file_name: str) -> ModuleType:
+    """The module in a file. Its folder goes to the end of the module search path, so that it can
+    import its neighbours; no library is shadowed by a file beside it."""
+    file = Path(file_name).expanduser().absolute()
+    if file.suffix != ".py" or not file.is_file():
+        at = f" in {Path.cwd()}" if not Path(file_name).expanduser().is_absolute() else ""
+        raise ValueError(
+            f"data.reward.function={name}: expected a Python file and a function in it, such as "
+            f"reward.py:score; there is no Python file {file_name}{at}"
+        )
+    module_name = f"reward_file_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickles look it up
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ValueError(
+            f"data.reward.function={name} cannot be imported: {_where(error, file)}"
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _where(error: Exception, file: Path) -> str:
+    """The line of the file in which the error was raised, where one was."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _import_module(name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ValueError(
+            f"data.reward.function={name} cannot be imported: {type(error).__name__}: {error}. "
+            f"Module {module_name} must be importable from the folder the run starts in "
+            "or from PYTHONPATH"
+        ) from error
 
 
 def _check_signature(name: str, function: object) -> None:

@@ -30,6 +30,10 @@ def test_the_installed_wheel_composes_the_recipe(tmp_path: Path) -> None:
     assert Config.model_validate(yaml.safe_load(printed)) == compose(["+recipe=grpo_moe_r3"])
     assert not list(empty.iterdir())
 
+    python(["-m", "rltrain.cli.app", "init", "my_run"], empty, site)
+    printed = python(["-m", "rltrain.main", "my_run/recipe.yaml", "--cfg", "job"], empty, site)
+    assert yaml.safe_load(printed)["data"]["path"] == "data/train.jsonl"
+
 
 def python(arguments: list[str], folder: Path, path: Path | None = None) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -75,6 +75,10 @@ MISTAKES = [
     ("trainer.output_dir=${oc.env:RLTRAIN_NOT_SET}", "RLTRAIN_NOT_SET"),
     ("policy=ep2 policy.parallel.dp=1", "(rule: experts fit the ranks)"),
     ("+recipe=grpo_moe_r3 +recipe=sft_tiny", "recipe: expected one choice, found 2"),
+    ("no/such.yaml", "no/such.yaml: there is no such recipe file in "),
+    ("a.yaml b.yml", "expected one recipe file, found 2: a.yaml, b.yml"),
+    ("+recipe=my.yaml", "a recipe file is given without +recipe=: my.yaml"),
+    ("grpo_moe_r3", "a recipe is added with +recipe=grpo_moe_r3"),
     ("--config-dir /nowhere", "--config-dir: expected a folder, found none at /nowhere"),
 ]
 
@@ -119,6 +123,44 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     write_recipe(tmp_path, "trainer:\n  steps: 3\n")
     with pytest.raises(ConfigError, match="must begin with the line '# @package _global_'"):
         compose(["+recipe=mine"], tmp_path)
+
+
+def test_a_recipe_file_is_found_from_the_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    file = folder / "recipe.yaml"
+    file.write_text("defaults: [grpo_moe_r3]\ntrainer:\n  steps: 3\n")
+    for name in ("my run/recipe.yaml", "./my run/recipe.yaml", str(file)):
+        config = compose([name, "routing_replay=r2"])
+        assert (config.trainer.steps, config.routing_replay.mode) == (3, "r2")
+    file.write_text("trainer:\n  steps: 4\n")  # a changed file is read again
+    assert compose(["trainer.seed=5", "my run/recipe.yaml"]).trainer.steps == 4
+    with pytest.raises(ConfigError, match="the folder has a recipe: my run"):
+        compose(["my run"])
+    with pytest.raises(ConfigError, match=r"no such recipe file in .*Here: my run/recipe.yaml"):
+        compose(["recipe.yaml"])
+    with pytest.raises(ConfigError, match="recipe: expected one choice, found 2"):
+        compose([str(file), "+recipe=grpo_moe_r3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("- trainer\n", "expected sections such as 'trainer:', found a list"),
+        ("trainer:\n  stpes: 3\n", "trainer.stpes: there is no such key. Nearest: trainer.steps"),
+        ("trainer:\n  steps: : 3\n", "mine.yaml"),
+        ("defaults:\n  - grpo_moe_r4\n", "Could not load 'recipe/grpo_moe_r4'"),
+    ],
+)
+def test_a_mistake_in_a_recipe_file_is_named(text: str, answer: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        compose([str(file)])
+    assert answer in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["recipe/sft_tiny.yaml", "data/jsonl.yaml"])

@@ -88,7 +88,7 @@ IMPOSSIBLE = [
     (
         {"data.reward.function": "exakt"},
         "expected one of exact",
-        "the function is built in or a dotted path",
+        "the function is built in or in a file or module",
     ),
     ({"data.split": "test"}, "data.split", "only dataset folders have splits"),
     ({"data.name": "main"}, "name=main", "only dataset folders have configurations"),

@@ -10,6 +10,8 @@ import pytest
 import reasoning_gym as gym
 import torch
 
+from rltrain.config.data import RewardConfig
+from rltrain.environments.pool import RewardInput, RewardPool
 from rltrain.environments.rewards import exact, judgement, load_reward, math_verify, reasoning_gym
 
 
@@ -143,6 +145,57 @@ def test_a_function_that_cannot_be_used_says_why(name, message):
 
 def test_a_dotted_path_is_imported():
     assert load_reward("sample_rewards.length")("four", None, prompt="?") == 4
+
+
+@pytest.fixture
+def my_run(tmp_path, monkeypatch):
+    """A folder with a reward file that imports its neighbour, and the name of a library."""
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text("FULL = 2\n")
+    (folder / "torch.py").write_text(
+        "import dataclasses\nimport neighbour\n\n@dataclasses.dataclass\nclass R:\n    x: int\n"
+        "\ndef score(response, answer, **columns):\n    return R(neighbour.FULL).x\n"
+    )
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("reward_file_torch", "neighbour"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return folder
+
+
+def test_a_file_is_imported_with_its_neighbours_and_shadows_no_library(my_run):
+    before = sys.modules.get("torch")
+    for name in ("torch.py:score", "./torch.py:score", f"{my_run}/torch.py:score"):
+        assert load_reward(name)("?", None, prompt="?") == 2
+    assert sys.modules.get("torch") is before
+
+
+def test_a_file_is_found_from_the_process_that_computes_rewards(my_run):
+    sample = RewardInput("x", "x", None, "?", {}, "id")
+    with RewardPool(RewardConfig(function="torch.py:score", num_workers=1)) as pool:
+        assert [result.value for result in pool.score([sample])] == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reward.py:score", "there is no Python file reward.py in .*my run"),
+        ("/nowhere/reward.py:score", "there is no Python file /nowhere/reward.py"),
+        ("my_rewards:score", "expected a Python file and a function in it"),
+        ("torch.py", "name the function in the file, e.g. torch.py:score"),
+        ("torch.py:", "is neither built in"),
+        (":score", "is neither built in"),
+        ("torch.py:scroe", "torch.py has no 'scroe': did you mean 'score'"),
+        ("broken.py:score", "cannot be imported: line 2: KeyError: 'licence'"),
+        ("syntax.py:score", "cannot be imported: SyntaxError: "),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(my_run, name, message):
+    (my_run / "broken.py").write_text("# comment\nlicence = {}['licence']\n")
+    (my_run / "syntax.py").write_text("def score(:\n")
+    with pytest.raises(ValueError, match=f"data.reward.function={name}.*{message}"):
+        load_reward(name)
 
 
 def test_workers_start_fast_because_nothing_heavy_is_imported():
