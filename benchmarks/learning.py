@@ -6,6 +6,7 @@
 
 Put each line of ``list`` after ``python -m rltrain.main`` and add ``trainer.output_dir=
 FOLDER/NAME``. A run takes one core 2 to 4 minutes, so run as many at once as there are cores.
+``curves`` draws with matplotlib, which reasoning-gym installs.
 """
 
 import statistics
@@ -14,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.tracking.charts import Line, line_chart
+from matplotlib import pyplot
+
 from rltrain.tracking.jsonl import read_jsonl
 
 RECIPES = [
@@ -124,27 +126,22 @@ def _first_step(rows: Rows) -> int | None:
     return next((row["step"] for row in rows if row.get("eval/accuracy", 0) >= THRESHOLD), None)
 
 
-def curves(found: Mapping[str, list[Rows]]) -> str:
-    """Mean accuracy over the seeds of the runs in ``COLORS``."""
-    lines = []
-    for name in COLORS:
+def curves(found: Mapping[str, list[Rows]], file: str) -> str:
+    """Draw the mean accuracy over the seeds of the runs in ``COLORS``, and return the file."""
+    figure, axes = pyplot.subplots(figsize=(6.5, 3.2))
+    for name, color in COLORS.items():
         evaluated = [[row for row in rows if "eval/accuracy" in row] for rows in found[name]]
         steps = [row["step"] for row in evaluated[0]]
         means = [
             statistics.mean(rows[i]["eval/accuracy"] for rows in evaluated)
             for i in range(len(steps))
         ]
-        lines.append(Line(name, steps, means, name, marked=True))
-    chart = line_chart(lines, lambda value: f"{value:.0%}", bounds=(0, 1))
-    style = "text{font:11px sans-serif;fill:#63666f}.grid{stroke:#e4e4de}"
-    style += ".line{fill:none;stroke-width:2}"
-    legend = ""
-    for i, (name, color) in enumerate(COLORS.items()):
-        style += f".line.{name}{{stroke:{color}}}.dot.{name}{{fill:{color}}}"
-        legend += f'<text x="{60 + 92 * i}" y="250" style="fill:{color}">{name}</text>'
-    whole = str(chart).replace("</svg>", f"<style>{style}</style>{legend}</svg>", 1)
-    whole = whole.replace('viewBox="0 0 520 230"', 'viewBox="0 0 520 260"', 1)
-    return whole.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+        axes.plot(steps, means, marker="o", markersize=3, color=color, label=name)
+    axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1))
+    axes.legend(frameon=False, ncols=2)
+    axes.grid(axis="y", alpha=0.3)
+    figure.savefig(file, format="svg", bbox_inches="tight")
+    return file
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -153,9 +150,7 @@ def main(arguments: Sequence[str]) -> None:
         "table": lambda folder: (
             f"{table(read(Path(folder)))}\n\n{by_staleness(read(Path(folder)))}"
         ),
-        "curves": lambda folder, file: str(
-            Path(file).write_text(curves(read(Path(folder))) + "\n", encoding="utf-8")
-        ),
+        "curves": lambda folder, file: curves(read(Path(folder)), file),
     }
     if not arguments or arguments[0] not in commands:
         sys.exit(__doc__)

@@ -44,7 +44,7 @@ from rltrain.config.hydra_groups import (
 )
 from rltrain.config.overrides import Override, check_overrides
 from rltrain.config.redact import redacted_text
-from rltrain.config.saved_config import save_config
+from rltrain.config.saved_config import save_config, save_recipe
 from rltrain.controller.checks.preflight import preflight
 from rltrain.controller.run_data import RunData
 
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = start_folder(config)
         data = preflight(config)
         save_config(config, PROGRAM, argv)
+        save_changes_of_recipe(config, arguments)
     except ValueError as error:
         return fail("cannot start", error, 2)
     except KeyboardInterrupt as error:
@@ -198,6 +199,14 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     if "recipe" in values:
         raise ConfigError("recipe: its file must begin with the line '# @package _global_'")
     return validate({str(key): value for key, value in values.items()})
+
+
+def save_changes_of_recipe(config: Config, arguments: argparse.Namespace) -> None:
+    """Write which keys the command line changed of the recipe that it names, for the report."""
+    named = [o.value for o in map(parse_override, arguments.overrides) if o.name == "recipe"]
+    for name in named[-1:]:
+        with suppress(ConfigError):  # alone, a recipe may lack a key such as model.path
+            save_recipe(config, str(name), compose([f"+recipe={name}"], arguments.config_dir))
 
 
 @cache

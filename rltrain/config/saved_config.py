@@ -1,16 +1,19 @@
 """The configuration of a run, saved in its folder."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
+from rltrain.config.differences import differences
 from rltrain.config.errors import validate
 from rltrain.config.redact import redacted
 from rltrain.config.root import Config
 
 NAME = "config.yaml"
+RECIPE = "recipe.json"
 REMOVED_KEYS = {
     ("model", "bridge"): False,
     ("rollout", "top_p"): 1.0,
@@ -29,6 +32,20 @@ def save_config(config: Config, program: str, arguments: Sequence[str]) -> Path:
     command = f"{program} {shlex.join(map(_redacted_override, arguments))}"
     text = yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False)
     path.write_text(f"# {command}\n{text}", encoding="utf-8")
+    return path
+
+
+def save_recipe(config: Config, name: str, recipe: Config) -> Path:
+    """Write into the run's folder which keys the run changed of its recipe, secrets redacted."""
+    path = Path(config.trainer.output_dir) / RECIPE
+    dumps = [redacted(one.model_dump(mode="json")) for one in (recipe, config)]
+    changes = {
+        key: {"recipe": theirs, "run": ours}
+        for key, (theirs, ours) in differences(dumps).items()
+        if key != "trainer.output_dir"
+    }
+    text = json.dumps({"name": name, "changes": changes}, indent=2)
+    path.write_text(f"{text}\n", encoding="utf-8")
     return path
 
 

@@ -42,14 +42,20 @@ def find_metric(name: str) -> Metric:
     Raises:
         ValueError: when there is none; names the nearest.
     """
-    for metric in METRICS:
-        if metric.pattern.fullmatch(name):
-            return metric
+    metric = lookup_metric(name)
+    if metric is not None:
+        return metric
     near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1, cutoff=0.0)
     raise ValueError(
         f"{name!r} is not a known metric; the nearest is {near[0]!r}. "
         "Log that, or add the new one to the catalogue (rltrain/tracking/catalogue.py)"
     )
+
+
+@cache
+def lookup_metric(name: str) -> Metric | None:
+    """The catalogue's entry for a metric's name; None for one of another version or program."""
+    return next((metric for metric in METRICS if metric.pattern.fullmatch(name)), None)
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:

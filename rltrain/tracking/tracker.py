@@ -74,8 +74,7 @@ class Tracker:
         self.run_dir = run_dir
         self._num_samples = tracking.num_samples
         (run_dir / OUTCOME).unlink(missing_ok=True)
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        _write(run_dir / "versions.json", json.dumps({"started": started, **versions}, indent=2))
+        _write_versions(run_dir / "versions.json", versions, first_step)
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
         self._samples = JsonlWriter(run_dir / "samples.jsonl", first_step)
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
@@ -162,6 +161,17 @@ class Tracker:
 
     def _write_report(self) -> None:
         logger.info("report: %s", write_report(self.run_dir))
+
+
+def _write_versions(path: Path, versions: Mapping[str, str], first_step: int) -> None:
+    """``resumed_after_steps`` gathers the steps at which the run was taken up again."""
+    facts = {"started": datetime.now(UTC).isoformat(timespec="seconds"), **versions}
+    if first_step > 0:
+        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        resumed = str(before.get("resumed_after_steps", "")).split(", ")
+        earlier = [step for step in resumed if step.isdigit() and int(step) < first_step - 1]
+        facts["resumed_after_steps"] = ", ".join([*earlier, str(first_step - 1)])
+    _write(path, json.dumps(facts, indent=2))
 
 
 def write_outcome(run_dir: Path, error: BaseException | None) -> None:

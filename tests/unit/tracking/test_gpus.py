@@ -132,7 +132,7 @@ def test_a_run_logs_its_gpus_and_ends_the_thread(tmp_path, driver, caplog):
     assert first["gpu/memory_gib"] == 3.0
     page = (folder / "report.html").read_text()
     assert "Share of a second in which a kernel ran" in page
-    assert "GiB at most" in page
+    assert "GPU memory in use" in page
     said = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("Where a step goes: generate 75%, other 25%.") for line in said)
     assert "Where a step goes: generate 75%" in page
