@@ -56,11 +56,13 @@ def _accuracy(rows: Rows) -> Verdict | None:
     first, last, best = values[0], values[-1], max(values)
     _, counts = column(rows, "eval/num_scored")
     change = f"{100 * (last - first):+.1f}"
-    if len(counts) != len(values):
+    shares = all(0 <= value <= 1 for value in values)
+    if len(counts) != len(values) or not shares:
+        reason = "problems not counted" if shares else "not between 0 and 1"
         return Verdict(
             "Accuracy",
             f"{first:.1%} to {last:.1%}",
-            f"{change} points from step {steps[0]} to {steps[-1]}; problems not counted",
+            f"{change} points from step {steps[0]} to {steps[-1]}; {reason}",
             "unjudged",
         )
     spread = _spread((first, counts[0]), (last, counts[-1]))
