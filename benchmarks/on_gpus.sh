@@ -20,7 +20,7 @@ bench() { "$PYTHON" -m "benchmarks.$1" --out "$OUT/$part.json" "${@:2}"; }
 
 demo() { # the recipe's first 20 steps: 80 % of the held-out problems or more is what the demo shows
   "$PYTHON" -m rltrain.main +recipe=grpo_moe_r3 trainer.steps=20 rollout.enforce_eager=true \
-    tracking.wandb=disabled "model.cache_dir=$models" "trainer.output_dir=/tmp/$part-$$" "$@"
+    tracking.backends=[] "model.cache_dir=$models" "trainer.output_dir=/tmp/$part-$$" "$@"
   local status=$?
   mkdir -p "$OUT/$part" && cp /tmp/$part-$$/*.{jsonl,html,csv,yaml} "$OUT/$part/" 2>/dev/null
   return $status

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,6 +22,8 @@ REMOVED_KEYS = {
 }
 """Runs saved these keys, by section and name. With this value a key changed nothing, so it is left
 out when a run is read. Any other value is refused."""
+RENAMED_VALUES = {("tracking", "wandb", "disabled"): {"backends": []}}
+"""By section, key and value as runs saved them: the keys of that section that say it now."""
 
 
 def save_config(config: Config, program: str, arguments: Sequence[str]) -> Path:
@@ -65,7 +68,17 @@ def load_config(run: Path) -> Config:
         raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     for (section, key), value in REMOVED_KEYS.items():
-        keys = values.get(section) if isinstance(values, dict) else None
-        if isinstance(keys, dict) and key in keys and keys[key] == value:
-            del keys[key]
+        _without(values, section, key, value)
+    for (section, key, value), now in RENAMED_VALUES.items():
+        if _without(values, section, key, value):
+            values[section] |= now
     return validate(values)
+
+
+def _without(values: Any, section: str, key: str, value: object) -> bool:
+    """Take the key out of saved values if it has this value; whether it had."""
+    keys = values.get(section) if isinstance(values, dict) else None
+    if not isinstance(keys, dict) or key not in keys or keys[key] != value:
+        return False
+    del keys[key]
+    return True

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rltrain.config.base import Section
 
@@ -75,13 +75,36 @@ class ClusterConfig(Section):
 
 
 class TrackingConfig(Section):
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases mode. ``auto`` is online if you are logged in, else offline."""
+    backends: list[Literal["wandb", "tensorboard", "mlflow"]] = Field(default=["wandb"])
+    """Trackers that get a copy of what the run writes into its folder (docs/tracking.md). ``[]``:
+    the folder alone."""
+    wandb: Literal["auto", "online", "offline"] = "auto"
+    """Mode of Weights & Biases, if it is one of the backends. ``auto`` is online if you are logged
+    in, else offline."""
     project: str = "rltrain"
+    """Project of wandb, experiment of MLflow."""
     name: str | None = None
+    """Name of the run in wandb and MLflow. null: they choose one."""
     num_samples: Annotated[int, Field(ge=0)] = 8
     """Responses per evaluation in ``samples.jsonl``, and rollouts per chosen step in
     ``rollouts.jsonl``. Rollouts are kept in whole groups, at least one."""
     rollouts_every: Annotated[int, Field(ge=0)] = 10
     """Steps between those whose training rollouts are kept in ``rollouts.jsonl``, token by token
     (docs/tracking.md). The first and the last step are always kept. 0: never keep any."""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def backends_says_which_trackers_run(cls, mode: object) -> object:
+        if mode == "disabled":
+            raise ValueError(
+                "disabled is no mode: leave wandb out of tracking.backends. "
+                "tracking.backends=[] writes the run's folder alone"
+            )
+        return mode
+
+    @field_validator("backends")
+    @classmethod
+    def a_backend_is_named_once(cls, backends: list[str]) -> list[str]:
+        if len(set(backends)) < len(backends):
+            raise ValueError(f"expected each backend once, found {', '.join(backends)}")
+        return backends

@@ -1,13 +1,14 @@
-"""The wandb dashboard: which charts stand in which section, in order.
+"""The dashboard: which charts stand in which section, in order.
 
-Plain data, checked against the catalogue by a test. ``tracking.wandb`` draws it in two ways: as
-custom charts of a finished run, and as a saved workspace of the project.
+Plain data, checked against the catalogue by a test. wandb shows it as custom charts of a finished
+run and as a saved workspace of the project, TensorBoard as its custom scalars.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rltrain.tracking.catalogue_metric import Metric
 from rltrain.tracking.metrics import find_metric
 
 
@@ -18,6 +19,11 @@ class Panel:
     title: str
     metrics: tuple[str, ...]
     log_scale: bool = False
+
+    @property
+    def members(self) -> list[Metric]:
+        """The catalogue's entries of its metrics."""
+        return [find_metric(name.replace("{layer}", "0")) for name in self.metrics]
 
 
 DASHBOARD: dict[str, tuple[Panel, ...]] = {
@@ -120,7 +126,7 @@ def panel_lines(
     panel: Panel, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and values of every metric of the panel that the rows of metrics.jsonl hold."""
-    patterns = [find_metric(name.replace("{layer}", "0")).pattern for name in panel.metrics]
+    patterns = [metric.pattern for metric in panel.members]
     lines: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         for name, value in row.items():

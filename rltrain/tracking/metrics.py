@@ -66,6 +66,13 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
             raise ValueError(f"{name}: expected an int or a float, found {value!r}")
 
 
+def describe(metric: Metric) -> str:
+    """An entry of the catalogue in one line, for the pages of trackers."""
+    over = "" if metric.denominator == "-" else f", over {metric.denominator}"
+    better = "" if metric.better == "neither" else f"; {metric.better} is better"
+    return f"{metric.formula}{over}. Unit: {metric.unit}{better}"
+
+
 def document(metrics: Iterable[Metric] = METRICS) -> str:
     """The text of docs/metrics.md."""
     lines = [INTRODUCTION]

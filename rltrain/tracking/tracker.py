@@ -1,5 +1,7 @@
 """Where a run's numbers go: one call per step writes them to every place.
 
+The files come first, and their errors end the run. Other trackers get copies.
+
 The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, outcome.json,
 report.html and, on GPUs, gpus.csv; the report is written from these and config.yaml alone, also
 when the run failed.
@@ -17,26 +19,30 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from rltrain.config.redact import redacted_text
+from rltrain.config.redact import redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
 from rltrain.planning.roofline import describe_bottleneck
+from rltrain.tracking.backends import Rows, State, start_copies
 from rltrain.tracking.gpus import read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
 from rltrain.tracking.metrics import check_metrics
 from rltrain.tracking.progress import ProgressLine
 from rltrain.tracking.report import write_report
-from rltrain.tracking.wandb import WandbRun
 
 logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
 """Says how a run ended; missing while it runs."""
 
+PER_TOKEN = frozenset(
+    {"tokens", "rollout_logprobs", "old_logprobs", "ratio", "flipped", "loss_mask"}
+)
+"""The keys of a line of rollouts.jsonl that hold a list."""
 SAMPLE_COLUMNS = ("prompt", "response", "answer", "reward", "finish_reason")
 
 
 class Tracker:
-    """Composes metrics.jsonl, wandb, the progress line and the report of one run.
+    """Composes the files, the other trackers, the progress line and the report of one run.
 
         with Tracker(run_dir, config.tracking, config.model_dump(mode="json"), versions,
                      num_steps=60) as tracker:
@@ -45,8 +51,8 @@ class Tracker:
 
     Args:
         run_dir: exists and is writable.
-        config: the resolved configuration as plain data, for wandb; secret-looking values are
-            redacted.
+        config: the resolved configuration as plain data, for other trackers; secret-looking values
+            are redacted.
         versions: what ran and on what, name to text, for versions.json and the report's header.
         num_steps: steps of the whole run, for the ETA. Steps count from 1; what is measured before
             the first is logged as step 0.
@@ -78,9 +84,7 @@ class Tracker:
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
         self._samples = JsonlWriter(run_dir / "samples.jsonl", first_step)
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
-        self._wandb = None
-        if tracking.wandb != "disabled":
-            self._wandb = WandbRun(run_dir, tracking, config, resumed=first_step > 0)
+        self._copies = start_copies(run_dir, tracking, redacted(config), first_step)
         self._progress = ProgressLine(num_steps, first_step, console)
         self._gpus = start_gpu_log(run_dir / "gpus.csv", gpus)
         self._finished = False
@@ -95,8 +99,8 @@ class Tracker:
             metrics = {**metrics, **self._gpus.metrics()}
         check_metrics(metrics)
         self._metrics.write(step, metrics)
-        if self._wandb is not None:
-            self._wandb.log(step, metrics)
+        for copy in self._copies:
+            copy.log(step, metrics)
         self._progress.step(step, metrics)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -104,13 +108,18 @@ class Tracker:
         kept = [_sample(row) for row in rows[: self._num_samples]]
         for row in kept:
             self._samples.write(step, row)
-        if self._wandb is not None and kept:
-            self._wandb.log_samples(step, kept)
+        self._copy_table(step, "samples", kept)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep training rollouts, token by token (docs/tracking.md). Call it before `log`."""
         for row in rows:
             self._rollouts.write(step, row)
+        self._copy_table(step, "rollouts", [_without_tokens(row) for row in rows])
+
+    def _copy_table(self, step: int, table: str, rows: Rows) -> None:
+        if rows:
+            for copy in self._copies:
+                copy.samples(step, table, rows)
 
     def invariants(self, step: int, checks: Sequence[Mapping[str, str]]) -> None:
         """Keep the checks of the first step for the report."""
@@ -126,7 +135,7 @@ class Tracker:
         with ExitStack() as stack:
             stack.callback(self._write_report)
             stack.callback(self._say_where_time_goes)
-            stack.callback(self._finish_wandb, error)
+            stack.callback(self._finish_copies, state_of(error))
             stack.callback(write_outcome, self.run_dir, error)
             stack.callback(self._rollouts.close)
             stack.callback(self._samples.close)
@@ -146,10 +155,11 @@ class Tracker:
     ) -> None:
         self.finish(error)
 
-    def _finish_wandb(self, error: BaseException | None) -> None:
-        if self._wandb is not None:
+    def _finish_copies(self, state: State) -> None:
+        if self._copies:
             rows = read_jsonl(self.run_dir / "metrics.jsonl")
-            self._wandb.finish(rows, failed=error is not None)
+            for copy in self._copies:
+                copy.finish(rows, state)
 
     def _say_where_time_goes(self) -> None:
         names = [sample.name for sample in read_gpus(self.run_dir / "gpus.csv")]
@@ -174,10 +184,17 @@ def _write_versions(path: Path, versions: Mapping[str, str], first_step: int) ->
     _write(path, json.dumps(facts, indent=2))
 
 
+def state_of(error: BaseException | None) -> State:
+    """How a run ended that this error ended."""
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
 def write_outcome(run_dir: Path, error: BaseException | None) -> None:
     """Write outcome.json: how a run ended, and by which error."""
     outcome = {
-        "state": "finished" if error is None else "failed",
+        "state": state_of(error),
         "error": None if error is None else redacted_text(_named(error), os.environ),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -195,6 +212,12 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     texts = {name: str(row[name]) for name in SAMPLE_COLUMNS if name != "reward"}
     reward = None if row["reward"] is None else float(row["reward"])
     return {name: reward if name == "reward" else texts[name] for name in SAMPLE_COLUMNS}
+
+
+def _without_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of rollouts.jsonl as a row of a table: trackers have no view of single tokens."""
+    texts = {"answer": str(row["answer"]), "reward_parts": json.dumps(row["reward_parts"])}
+    return {name: value for name, value in row.items() if name not in PER_TOKEN} | texts
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases: the run, its step axis, the table of samples and the dashboard.
+"""Weights & Biases: the run, its step axis, tables, alerts and the dashboard.
 
 Plain ``wandb`` names the step axis and summary of a metric, and logs charts and tables. Its live
 page always groups metrics by the part of the name before the slash. So the sections of
@@ -10,59 +10,68 @@ sent. metrics.jsonl has them once.
 """
 
 import logging
-import netrc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
-from urllib.parse import urlparse
+from typing import Any
 
 import wandb
 
-from rltrain.config.redact import redacted
 from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.backends import Rows, State
 from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.dashboard import DASHBOARD, Panel, panel_lines
+from rltrain.tracking.wandb_mode import Mode, choose_mode
 
 logger = logging.getLogger(__name__)
 
 STEP = "trainer/step"
-Mode = Literal["online", "offline", "disabled"]
+EXIT_CODES = {"finished": 0, "failed": 1, "interrupted": 255}
+"""wandb takes 255 for a run that was killed."""
+
+
+def start(
+    run_dir: Path, tracking: TrackingConfig, config: Mapping[str, Any], first_step: int
+) -> "WandbRun":
+    """Begin a run, or go on with the one whose id is in ``<run_dir>/wandb_id``."""
+    # Tables are staged here until they are synced; by default that is the home folder.
+    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
+    mode = choose_mode(tracking.wandb, os.environ)
+    resumed = first_step > 0
+    try:
+        run = _init(run_dir, tracking, config, mode, resumed=resumed)
+    except wandb.errors.CommError as error:
+        if mode != "online":
+            raise
+        logger.warning("wandb cannot be reached (%s): this run goes on offline", error)
+        mode = "offline"
+        run = _init(run_dir, tracking, config, mode, resumed=resumed)
+    (run_dir / "wandb_id").write_text(run.id, encoding="utf-8")
+    logger.info("wandb is %s, run %s", mode, run.url if mode == "online" else run.id)
+    _define_metrics(run)
+    return WandbRun(run)
 
 
 class WandbRun:
-    """One wandb run, kept over resumes by the id in ``<run_dir>/wandb_id``."""
+    """See `rltrain.tracking.backends.Backend`."""
 
-    def __init__(
-        self, run_dir: Path, tracking: TrackingConfig, config: Mapping[str, Any], *, resumed: bool
-    ) -> None:
-        # Tables are staged here until they are synced; by default that is the home folder.
-        os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
-        mode = choose_mode(tracking.wandb, os.environ)
-        try:
-            self._run = _start(run_dir, tracking, config, mode, resumed=resumed)
-        except wandb.errors.CommError as error:
-            if tracking.wandb != "auto" or mode != "online":
-                raise
-            logger.warning("wandb cannot be reached (%s): this run goes on offline", error)
-            mode = "offline"
-            self._run = _start(run_dir, tracking, config, mode, resumed=resumed)
-        (run_dir / "wandb_id").write_text(self._run.id, encoding="utf-8")
-        where = self._run.url if mode == "online" else self._run.id
-        logger.info("wandb is %s, run %s", mode, where)
-        _define_metrics(self._run)
+    def __init__(self, run: wandb.Run) -> None:
+        self._run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({STEP: step, **metrics})
 
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of its own for every evaluation; wandb shows them with a step slider."""
+    def samples(self, step: int, table: str, rows: Rows) -> None:
+        """A table of its own for every step; wandb shows them with a step slider."""
         columns = ["step", *rows[0]]
-        table = wandb.Table(columns=columns, data=[[step, *row.values()] for row in rows])
-        self._run.log({STEP: step, "samples": table})
+        data = [[step, *(row[name] for name in columns[1:])] for row in rows]
+        self._run.log({STEP: step, table: wandb.Table(columns=columns, data=data)})
 
-    def finish(self, rows: Sequence[Mapping[str, Any]], *, failed: bool) -> None:
+    def alert(self, step: int, kind: str, text: str) -> None:
+        self._run.alert(title=kind.replace("_", " "), text=text, level="WARN", wait_duration=1)
+
+    def finish(self, rows: Rows, state: State) -> None:
         """Draw the dashboard from the rows of metrics.jsonl and close the run."""
         charts = {
             f"{section}/{panel.title}": chart
@@ -72,33 +81,10 @@ class WandbRun:
         }
         if charts:
             self._run.log(charts)
-        self._run.finish(exit_code=int(failed))
+        self._run.finish(exit_code=EXIT_CODES[state])
 
 
-def choose_mode(wanted: str, environment: Mapping[str, str]) -> Mode:
-    """``auto`` obeys WANDB_MODE, then is online when there are credentials, else offline."""
-    if wanted != "auto":
-        return cast(Mode, wanted)
-    mode = environment.get("WANDB_MODE", "")
-    if mode in ("online", "offline", "disabled"):
-        return cast(Mode, mode)
-    return "online" if is_logged_in(environment) else "offline"
-
-
-def is_logged_in(environment: Mapping[str, str]) -> bool:
-    """Whether wandb would find a key without asking for one."""
-    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
-    host = urlparse(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    try:
-        return path.is_file() and host in netrc.netrc(path).hosts
-    except netrc.NetrcParseError as error:
-        logger.warning("%s cannot be read (%s): taken as not logged in to wandb", path, error)
-        return False
-
-
-def _start(
+def _init(
     run_dir: Path,
     tracking: TrackingConfig,
     config: Mapping[str, Any],
@@ -112,7 +98,7 @@ def _start(
         project=tracking.project,
         name=tracking.name,
         dir=run_dir,
-        config=redacted(config),
+        config=dict(config),
         mode=mode,
         id=known,
         resume="allow" if known and mode == "online" else None,
@@ -129,7 +115,7 @@ def _define_metrics(run: wandb.Run) -> None:
         run.define_metric(metric.glob, step_metric=STEP, summary=best[metric.better])
 
 
-def _chart(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> Any | None:
+def _chart(panel: Panel, rows: Rows) -> Any | None:
     lines = panel_lines(panel, rows)
     if not lines:
         return None

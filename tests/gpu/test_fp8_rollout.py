@@ -36,7 +36,7 @@ OPTIONS = (
     "rollout.enforce_eager=true",
     # The check starts an engine beside the two processes that share the card already.
     "rollout.gpu_memory_utilization=0.2",
-    "tracking.wandb=disabled",
+    "tracking.backends=[]",
 )
 COLUMNS = (
     "routing/coverage",

@@ -23,7 +23,7 @@ SMALL = (
     "data.size=200",
     "data.eval_size=32",
     "trainer.prompts_per_step=8",
-    "tracking.wandb=disabled",
+    "tracking.backends=[]",
 )
 OF_RL = (
     "algorithm.group_size=4",

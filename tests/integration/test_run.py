@@ -20,7 +20,10 @@ os.environ |= {
 
 import pytest
 import torch
+from mlflow import MlflowClient
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from rltrain.cli.app import main as rltrain
@@ -100,11 +103,35 @@ def check_rollouts(rows: list[dict[str, Any]], metrics: dict[int, dict[str, Any]
     assert all(row["flipped"] is None for row in rows if row["step"] == 3)
 
 
+def check_copies(folder: Path, metrics: dict[int, dict[str, Any]]) -> None:
+    """TensorBoard and MLflow hold every number of metrics.jsonl; wandb has its file."""
+    assert len(list(folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    events = EventAccumulator(str(folder / "tensorboard"), tensor_size_guidance={"scalars": 0})
+    events.Reload()
+    client = MlflowClient((folder / "mlflow").as_uri())
+    run_id = (folder / "mlflow_run_id").read_text()
+    assert client.get_run(run_id).info.status == "FINISHED"
+    for name in {name for row in metrics.values() for name in row} - {"step"}:
+        logged = [(step, row[name]) for step, row in sorted(metrics.items()) if name in row]
+        scalars = [(e.step, make_ndarray(e.tensor_proto).item()) for e in events.Tensors(name)]
+        history = [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
+        assert scalars == history == logged
+    tables = {
+        item.path
+        for table in ("samples", "rollouts")
+        for item in client.list_artifacts(run_id, table)
+    }
+    assert tables == {f"samples/step_00000{n}.json" for n in (0, 2, 3)} | {
+        f"rollouts/step_00000{n}.json" for n in (1, 3)
+    }
+
+
 def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
     """Every route arrives and is used, by the hashes, too; and the run leaves all its files. Were
     one side to forget the temperature, they would not agree in the first step, and it would end."""
     once = ["trainer.eval_every=2", "optimizer.lr=1e-3", "optimizer.warmup_steps=0"]
     once += ["trainer.mini_batches=1", "tracking.wandb=offline", "trainer.steps=3"]
+    once += ["tracking.backends=[wandb,tensorboard,mlflow]"]
     once += ["rollout.temperature=0.7"]
     traced = ["policy=tp2_pp2", "routing_replay.trace=true", "policy.recompute=full"]
     late = ["trainer.sync_every=2", "algorithm.correction.weight=token"]
@@ -150,7 +177,7 @@ def test_r3_over_four_ranks(start: Any, tmp_path: Path) -> None:
     assert not any(check["state"] == "fail" for check in invariants["checks"])
     assert "all hold" in r3.output
     assert json.loads(json.loads((r3.folder / "versions.json").read_text())["engine"])["routes"]
-    assert len(list(r3.folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    check_copies(r3.folder, r3.metrics)
     # Without checkpoints, the final weights are kept all the same.
     last = r3.folder / "checkpoints" / "last"
     assert sorted(path.name for path in last.iterdir()) == ["manifest.json", "policy", "state.json"]

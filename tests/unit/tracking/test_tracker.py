@@ -13,8 +13,9 @@ from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.progress import ProgressLine, TransferBar, duration, key_numbers
 from rltrain.tracking.tracker import SAMPLE_COLUMNS, Tracker
 
-TRACKING = TrackingConfig(wandb="disabled", num_samples=2)
+TRACKING = TrackingConfig(backends=[], num_samples=2)
 SAMPLE = dict.fromkeys(SAMPLE_COLUMNS, "x") | {"reward": 1}
+ROLLOUT = {"group": 0, "answer": 7, "reward_parts": {"a": 0.5}, "tokens": ["a"], "ratio": None}
 
 
 def _tracker(folder, **options):
@@ -58,16 +59,14 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
         for step in range(3):
             tracker.log(step, {"reward/mean": 0.1})
             tracker.samples(step, [SAMPLE])
-            tracker.rollouts(step, [{"group": 0, "tokens": ["a"], "ratio": None}])
+            tracker.rollouts(step, [ROLLOUT])
     with _tracker(tmp_path, first_step=1) as tracker:
         assert not (tmp_path / "outcome.json").exists()
         tracker.log(1, {"reward/mean": 0.9})
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.1), (1, 0.9)]
     assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0]
-    assert read_jsonl(tmp_path / "rollouts.jsonl") == [
-        {"step": 0, "group": 0, "tokens": ["a"], "ratio": None}
-    ]
+    assert read_jsonl(tmp_path / "rollouts.jsonl") == [{"step": 0, **ROLLOUT}]
 
 
 METRICS = {"reward/mean": 0.4127, "eval/accuracy": 0.482, "mismatch/k3": 3.1e-5, "time/step": 5.21}

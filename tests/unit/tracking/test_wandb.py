@@ -7,15 +7,12 @@ import sys
 
 import pytest
 
-from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.dashboard import DASHBOARD, panel_lines
 from rltrain.tracking.metrics import find_metric
-from rltrain.tracking.tracker import Tracker
-from rltrain.tracking.wandb import STEP, choose_mode, dashboard_view
+from rltrain.tracking.wandb import STEP, dashboard_view
 
 LAYERS = {f"routing/overlap/layer_{i}": 0.9 for i in (1, 2)}
-CONFIG = {"trainer": {"seed": 7}, "hub": {"hf_token": "hf_do_not_show"}}
 
 
 def read_back(folder):
@@ -46,18 +43,8 @@ def _records(run, kind):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A run of two steps that fails, and its resumption."""
-    folder = tmp_path_factory.mktemp("run")
-    tracking = TrackingConfig(wandb="offline", project="test", name="two-steps")
-    sample = {"prompt": "1+1", "response": "2", "answer": "2", "reward": 1, "finish_reason": "stop"}
-    for first_step in (0, 2):
-        tracker = Tracker(folder, tracking, CONFIG, {}, num_steps=4, first_step=first_step)
-        for step in (first_step, first_step + 1):
-            tracker.log(step, {"reward/mean": 0.25 * step, "mismatch/k3": 1e-5, **LAYERS})
-        tracker.samples(first_step, [sample, sample])
-        tracker.finish(None if first_step else RuntimeError("cut off"))
-    return read_back(folder)
+def runs(copied_run):
+    return read_back(copied_run)
 
 
 def test_metrics_lie_on_the_step_axis(runs):
@@ -76,10 +63,17 @@ def test_every_metric_of_the_catalogue_has_the_step_axis(runs):
     assert defined["mismatch/k3"]["summary"]["min"] is True
 
 
-def test_samples_are_a_table(runs):
-    (item,) = [r["item"] for r in _records(runs[0], "history") if "samples._type" in r["item"]]
-    assert item["samples._type"] == "table-file"
-    assert (item["samples.nrows"], item["samples.ncols"], item[STEP]) == (2, 6, 0)
+def test_samples_and_rollouts_are_tables(runs, copied_run):
+    for table, steps, shape in (("samples", [0], (2, 6)), ("rollouts", [0, 1], (1, 10))):
+        items = [r["item"] for r in _records(runs[0], "history") if f"{table}._type" in r["item"]]
+        assert [item[STEP] for item in items] == steps
+        assert {item[f"{table}._type"] for item in items} == {"table-file"}
+        assert {(item[f"{table}.nrows"], item[f"{table}.ncols"]) for item in items} == {shape}
+    files = copied_run.glob("wandb/offline-run-*/files/media/table/rollouts_*.table.json")
+    tables = [json.loads(file.read_text()) for file in files]
+    assert len(tables) == 4
+    row = dict(zip(tables[0]["columns"], tables[0]["data"][0], strict=True))
+    assert row["reward_parts"] == '{"brief": -0.5}' and row["advantage"] == 0.25
 
 
 def test_the_dashboard_is_in_the_run_by_section(runs):
@@ -101,7 +95,7 @@ def test_the_dashboard_is_in_the_run_by_section(runs):
 
 def test_no_secret_reaches_wandb(runs):
     (started,) = _records(runs[0], "run")
-    assert started["config"]["update"]["trainer"] == {"seed": 7}
+    assert started["config"]["update"]["trainer"] == {"seed": 7, "steps": 4}
     assert "hf_do_not_show" not in json.dumps(runs)
 
 
@@ -110,29 +104,6 @@ def test_a_resumed_run_keeps_its_id_and_a_failed_one_says_so(runs):
     assert _records(first, "run")[0]["run_id"] == _records(second, "run")[0]["run_id"]
     assert _records(first, "exit")[0]["exit_code"] == 1
     assert _records(second, "exit")[0].get("exit_code", 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("wanted", "environment", "mode"),
-    [
-        ("auto", {}, "offline"),
-        ("auto", {"WANDB_API_KEY": "k"}, "online"),
-        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
-        ("auto", {"WANDB_MODE": "disabled"}, "disabled"),
-        ("offline", {"WANDB_API_KEY": "k"}, "offline"),
-        ("online", {}, "online"),
-    ],
-)
-def test_the_mode(tmp_path, wanted, environment, mode):
-    assert choose_mode(wanted, {"NETRC": str(tmp_path / "none"), **environment}) == mode
-
-
-def test_a_netrc_with_the_server_in_it_is_a_login(tmp_path):
-    path = tmp_path / "netrc"
-    path.write_text("machine api.wandb.ai\n  login user\n  password k\n")
-    assert choose_mode("auto", {"NETRC": str(path)}) == "online"
-    elsewhere = {"NETRC": str(path), "WANDB_BASE_URL": "https://wandb.example.com"}
-    assert choose_mode("auto", elsewhere) == "offline"
 
 
 def test_the_dashboard_has_the_sections_and_only_known_metrics():

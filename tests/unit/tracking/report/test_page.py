@@ -140,7 +140,7 @@ def test_what_a_model_or_a_file_says_is_text_and_never_markup(tmp_path):
     }
     config = {"model": {"path": ATTACK}, "trainer": {"seed": ATTACK}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    tracking = TrackingConfig(wandb="disabled")
+    tracking = TrackingConfig(backends=[])
     tracker = Tracker(tmp_path, tracking, config, {ATTACK: ATTACK, "machine": ATTACK}, num_steps=1)
     tracker.log(0, {"reward/mean": 0.0})
     tracker.samples(0, [sample])
@@ -233,7 +233,7 @@ def test_a_run_of_one_step_says_so_and_still_has_its_charts(tmp_path):
 
 def test_a_resumed_run_says_after_which_steps(tmp_path):
     for first_step in (0, 4, 9):
-        tracking = TrackingConfig(wandb="disabled")
+        tracking = TrackingConfig(backends=[])
         with Tracker(tmp_path, tracking, {}, {}, num_steps=9, first_step=first_step) as tracker:
             tracker.log(first_step, {"reward/mean": 0.1})
     page = _page(tmp_path)
