@@ -203,8 +203,9 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
 
 def save_changes_of_recipe(config: Config, arguments: argparse.Namespace) -> None:
     """Write which keys the command line changed of the recipe that it names, for the report."""
-    named = [o.value for o in map(parse_override, arguments.overrides) if o.name == "recipe"]
-    for name in named[-1:]:
+    groups = find_groups(arguments.config_dir)
+    overrides = [parse_override(text, groups) for text in arguments.overrides]
+    for name in [o.value for o in overrides if o.name == "recipe"][-1:]:
         with suppress(ConfigError):  # alone, a recipe may lack a key such as model.path
             save_recipe(config, str(name), compose([f"+recipe={name}"], arguments.config_dir))
 

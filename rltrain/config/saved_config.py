@@ -22,7 +22,9 @@ REMOVED_KEYS = {
 }
 """Runs saved these keys, by section and name. With this value a key changed nothing, so it is left
 out when a run is read. Any other value is refused."""
-RENAMED_VALUES = {("tracking", "wandb", "disabled"): {"backends": []}}
+RENAMED_VALUES: dict[tuple[str, str, object], dict[str, object]] = {
+    ("tracking", "wandb", "disabled"): {"backends": []},
+}
 """By section, key and value as runs saved them: the keys of that section that say it now."""
 
 
@@ -68,15 +70,15 @@ def load_config(run: Path) -> Config:
         raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     for (section, key), value in REMOVED_KEYS.items():
-        _without(values, section, key, value)
+        _take_out(values, section, key, value)
     for (section, key, value), now in RENAMED_VALUES.items():
-        if _without(values, section, key, value):
+        if _take_out(values, section, key, value):
             values[section] |= now
     return validate(values)
 
 
-def _without(values: Any, section: str, key: str, value: object) -> bool:
-    """Take the key out of saved values if it has this value; whether it had."""
+def _take_out(values: Any, section: str, key: str, value: object) -> bool:
+    """Take the key out of saved values if it has this value. False if it has not."""
     keys = values.get(section) if isinstance(values, dict) else None
     if not isinstance(keys, dict) or key not in keys or keys[key] != value:
         return False
