@@ -15,7 +15,7 @@ from rltrain.config.root import Config
 
 NAME = "config.yaml"
 RECIPE = "recipe.json"
-REMOVED_KEYS = {
+REMOVED_KEYS: dict[tuple[str, str], object] = {
     ("model", "bridge"): False,
     ("rollout", "top_p"): 1.0,
     ("rollout", "top_k"): 0,
