@@ -1,25 +1,20 @@
-"""The entry point: compose the configuration with Hydra, validate it, check the machine, run.
+"""A training run: compose the configuration with Hydra, validate it, check the machine, run.
 
-python -m rltrain.main +recipe=grpo_moe_r3 trainer.steps=5
+``python -m rltrain.main ...`` is ``rltrain train ...``.
 
 Ray, torch and the trainers are imported after the configuration, data and machine were checked: an
 error there comes within seconds.
 """
 
-import argparse
 import logging
-import os
-import signal
+import shlex
 import sys
-import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 import yaml
 from hydra import compose as hydra_compose
@@ -30,6 +25,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rltrain.cli.failure import fail, interrupted, keep_traceback
+from rltrain.cli.typed_command import program
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.hydra_groups import (
@@ -40,50 +37,59 @@ from rltrain.config.hydra_groups import (
     find_recipes,
     no_override,
     split_recipe_file,
-    summary,
 )
 from rltrain.config.overrides import Override, check_overrides
-from rltrain.config.redact import redacted_text
 from rltrain.config.saved_config import save_config, save_recipe
-from rltrain.controller.checks.preflight import preflight
-from rltrain.controller.run_data import RunData
 
-PROGRAM = "python -m rltrain.main"
+if TYPE_CHECKING:
+    from rltrain.controller.run_data import RunData
+
+CANNOT_START = "rltrain: cannot start"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.
+    """``rltrain train`` with the arguments ``argv``."""
+    from rltrain.cli.app import main as rltrain
 
-    Exit status: 2 for a bad request, 1 for a run that failed, 130 or 143 for one that SIGINT or
-    SIGTERM ended.
+    return rltrain(["train", *(sys.argv[1:] if argv is None else argv)])
+
+
+def train(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    arguments: Sequence[str],
+    *,
+    show: bool = False,
+) -> int:
+    """Train with the configuration that ``overrides`` describe; the result is the exit status.
+
+    Args:
+        config_dir: as in `compose`
+        arguments: of ``rltrain train``, as they were typed
+        show: only print the configuration
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        arguments = parse_arguments(argv)
-        if arguments.help or not argv:
-            sys.stdout.write(help_text(find_groups(arguments.config_dir)))
-            return 0
-        config = compose(arguments.overrides, arguments.config_dir)
-        if arguments.cfg:
+        config = compose(overrides, config_dir)
+        if show:
             sys.stdout.write(OmegaConf.to_yaml(config.model_dump(mode="json")))
             return 0
+        from rltrain.controller.checks.preflight import preflight
+
         config = start_folder(config)
         data = preflight(config)
-        save_config(config, PROGRAM, argv)
-        save_changes_of_recipe(config, arguments)
+        save_config(config, shlex.join(program(arguments)), arguments)
+        save_changes_of_recipe(config, overrides, config_dir)
     except ValueError as error:
-        return fail("cannot start", error, 2)
+        return fail(CANNOT_START, error, 2)
     except KeyboardInterrupt as error:
         return interrupted(error)
     except Exception as error:
-        return fail(f"cannot start ({keep_traceback()} has the details)", error, 1)
+        return fail(f"{CANNOT_START} ({keep_traceback()} has the details)", error, 1)
     return run(config, data)
 
 
-def run(config: Config, data: RunData) -> int:
+def run(config: Config, data: "RunData") -> int:
     """Train. An error is one message in the terminal, in ``error.log`` and in the report."""
     folder = Path(config.trainer.output_dir)
     began = time.time()
@@ -98,54 +104,8 @@ def run(config: Config, data: RunData) -> int:
         return interrupted(error)
     except Exception as error:
         keep_outcome(folder, error, began)
-        return fail(f"stopped ({keep_traceback(folder)} has the details)", error, 1)
+        return fail(f"rltrain: stopped ({keep_traceback(folder)} has the details)", error, 1)
     return 0
-
-
-class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, so that everything is closed as after Ctrl-C."""
-
-
-def _terminate(*_: Any) -> NoReturn:
-    raise Terminated("SIGTERM")
-
-
-def interrupted(error: KeyboardInterrupt) -> int:
-    was_terminated = isinstance(error, Terminated)
-    sys.stderr.write(f"rltrain: ended by {'SIGTERM' if was_terminated else 'Ctrl-C (SIGINT)'}\n")
-    return 128 + (signal.SIGTERM if was_terminated else signal.SIGINT)
-
-
-def fail(summary_line: str, error: Exception, status: int) -> int:
-    """Print the error in the terminal. Errors not written for users are shown with their class."""
-    if os.environ.get("RLTRAIN_DEBUG") == "1":
-        raise error
-    error = getattr(error, "cause", None) or error
-    text = redacted_text(str(error), os.environ)
-    if not isinstance(error, ValueError | RuntimeError | OSError):
-        text = f"{type(error).__name__}: {text}"
-    sys.stderr.write(f"rltrain: {summary_line}\n  {text.replace(chr(10), chr(10) + '  ')}\n")
-    return status
-
-
-def keep_traceback(folder: Path | None = None) -> Path:
-    """Write the traceback of the current error to ``error.log``, and return its path.
-
-    A new temporary file is used without a folder, or if the folder cannot be written.
-    """
-    from rltrain.actors.last_error import strip_ray_frames
-
-    text = redacted_text(strip_ray_frames(traceback.format_exc()), os.environ)
-    if folder is not None:
-        with suppress(OSError):  # the disk may be full, and that is the error to show
-            (folder / "error.log").write_text(text, encoding="utf-8")
-            return folder / "error.log"
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="rltrain-error-", suffix=".log", delete=False, encoding="utf-8"
-    ) as file:
-        with suppress(OSError):
-            file.write(text)
-        return Path(file.name)
 
 
 def keep_outcome(folder: Path, error: BaseException, began: float) -> None:
@@ -201,13 +161,15 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     return validate({str(key): value for key, value in values.items()})
 
 
-def save_changes_of_recipe(config: Config, arguments: argparse.Namespace) -> None:
+def save_changes_of_recipe(
+    config: Config, overrides: Sequence[str], config_dir: Path | None
+) -> None:
     """Write which keys the command line changed of the recipe that it names, for the report."""
-    groups = find_groups(arguments.config_dir)
-    overrides = [parse_override(text, groups) for text in arguments.overrides]
-    for name in [o.value for o in overrides if o.name == "recipe"][-1:]:
+    groups = find_groups(config_dir)
+    parsed = [parse_override(text, groups) for text in overrides if "=" in text]
+    for name in [override.value for override in parsed if override.name == "recipe"][-1:]:
         with suppress(ConfigError):  # alone, a recipe may lack a key such as model.path
-            save_recipe(config, str(name), compose([f"+recipe={name}"], arguments.config_dir))
+            save_recipe(config, str(name), compose([f"+recipe={name}"], config_dir))
 
 
 @cache
@@ -263,44 +225,6 @@ def parse_override(text: str, groups: Groups) -> Override:
     signed = parsed.get_key_element()
     name = signed.lstrip("+~")
     return Override(name, parsed.value(), signed.removesuffix(name))
-
-
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--config-dir", type=Path)
-    return parser.parse_intermixed_args(argv)
-
-
-def help_text(groups: Groups) -> str:
-    recipes = "\n".join(f"  {name:<14} {summary(file)}" for name, file in groups["recipe"].items())
-    choices = "\n".join(
-        f"  {name:<14} {', '.join(sorted(files))}"
-        for name, files in sorted(groups.items())
-        if name != "recipe"
-    )
-    return f"""usage: {PROGRAM} RECIPE.yaml [name=value ...] [--cfg job] [--config-dir FOLDER]
-       {PROGRAM} +recipe=NAME [name=value ...]
-
-RECIPE.yaml is a file of your own; `rltrain init FOLDER` writes one with all that it needs.
-
-recipes, chosen with +recipe=NAME:
-{recipes}
-
-groups, chosen with GROUP=OPTION:
-{choices}
-
-keys, set with name=value (`rltrain keys` lists them with their types and defaults):
-  trainer.steps=5 optimizer.lr=1e-4 policy.parallel.tp=2 rollout.engine_args.max_num_seqs=64
-
-options:
-  --cfg job            print the resolved configuration and stop
-  --config-dir FOLDER  more group files, e.g. FOLDER/recipe/mine.yaml
-
-RLTRAIN_DEBUG=1 shows the traceback of an error.
-"""
 
 
 if __name__ == "__main__":

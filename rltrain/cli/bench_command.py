@@ -5,10 +5,9 @@ is better. The name of a measured number ends in its unit. A number is worse if 
 not overlap. A number without an interval is judged only if it is exact, as bytes are.
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,15 @@ class Change:
     better: bool = False
 
 
-def bench(arguments: Sequence[str]) -> int:
-    """Exit status 1 when something has become worse."""
-    parser = argparse.ArgumentParser(prog="rltrain bench", description=__doc__)
-    parser.add_argument("command", choices=["compare"])
-    parser.add_argument("old", type=Path, help="a result, or a folder of them")
-    parser.add_argument("new", type=Path)
-    options = parser.parse_args(arguments)
-    old, new = read_results(options.old), read_results(options.new)
+def compare(old_path: Path, new_path: Path) -> int:
+    """Exit status 1 when something has become worse.
+
+    Args:
+        old_path, new_path: a result, or a folder of them
+    """
+    old, new = read_results(old_path), read_results(new_path)
     if missing := sorted(old.keys() - new.keys()):
-        raise ValueError(f"{options.new}: expected results of {missing} too, as in {options.old}")
+        raise ValueError(f"{new_path}: expected results of {missing} too, as in {old_path}")
     changes_of = {name: compare_results(old[name], new[name]) for name in sorted(old)}
     for name, changes in changes_of.items():
         sys.stdout.write(

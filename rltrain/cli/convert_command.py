@@ -4,11 +4,10 @@ No Ray, no GPU and none of a run's layout: one process, which holds one file at 
 import what loads torch, after the arguments were checked.
 """
 
-import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,43 +21,43 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def import_command(arguments: Sequence[str]) -> int:
+def import_weights(source: Path, out: Path, *, max_file: str) -> int:
     """Write a Hugging Face folder as a checkpoint of Megatron's.
+
+    Args:
+        max_file: what a file and the memory hold at most, such as 1GiB
 
     Raises:
         ValueError: FOLDER is no supported model, or OUT exists.
         RuntimeError: OUT cannot be written, for example on a full disk.
     """
-    parser = _parser("import", "FOLDER", "a Hugging Face folder")
-    options = parser.parse_args(arguments)
+    source, out, limit = _absolute(source), _absolute(out), _bytes(max_file)
     from rltrain.weights.families import read_architecture
     from rltrain.weights.huggingface.import_checkpoint import import_huggingface
     from rltrain.weights.huggingface.load import open_checkpoint
 
-    arch = read_architecture(options.source)
-    open_checkpoint(options.source, arch)  # a broken folder ends here, before Megatron is loaded
-    work = partial(import_huggingface, options.source, options.out, arch)
-    return _convert("import", arch, options, work)
+    arch = read_architecture(source)
+    open_checkpoint(source, arch)  # a broken folder ends here, before Megatron is loaded
+    work = partial(import_huggingface, source, out, arch)
+    return _convert("import", arch, out, limit, work)
 
 
-def export_command(arguments: Sequence[str]) -> int:
+def export_weights(
+    source: Path, out: Path, *, step: int | None, dtype: str | None, max_file: str
+) -> int:
     """Write a checkpoint as a Hugging Face folder.
+
+    Args:
+        step: of the run's checkpoint; the newest where it is None
+        dtype: of the weights; as they are stored where it is None
+        max_file: what a file and the memory hold at most, such as 1GiB
 
     Raises:
         ValueError: there is no such checkpoint, it was changed, or OUT exists.
         RuntimeError: OUT cannot be written, for example on a full disk.
     """
-    parser = _parser(
-        "export", "SOURCE", "a run's folder, a checkpoint in it, or what rltrain import wrote"
-    )
-    parser.add_argument("--step", type=int, help="of the run's checkpoint; the newest otherwise")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights; as they are stored otherwise",
-    )
-    options = parser.parse_args(arguments)
-    checkpoint, config, mtp = _find_checkpoint(options.source, options.step)
+    source, out, limit = _absolute(source), _absolute(out), _bytes(max_file)
+    checkpoint, config, mtp = _find_checkpoint(source, step)
     import torch
 
     from rltrain.weights.families import read_architecture
@@ -67,33 +66,19 @@ def export_command(arguments: Sequence[str]) -> int:
 
     arch = read_architecture(config, mtp)
     check_manifest(checkpoint)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    work = partial(export_checkpoint, checkpoint, config, options.out, arch, dtype=dtype)
-    return _convert("export", arch, options, work)
+    stored_as = getattr(torch, dtype) if dtype else None
+    work = partial(export_checkpoint, checkpoint, config, out, arch, dtype=stored_as)
+    return _convert("export", arch, out, limit, work)
 
 
-def _parser(command: str, source: str, source_help: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"rltrain {command}")
-    parser.add_argument("source", metavar=source, type=_path, help=source_help)
-    parser.add_argument("out", metavar="OUT", type=_path, help="a folder that does not exist")
-    parser.add_argument(
-        "--max-file",
-        metavar="SIZE",
-        type=_size,
-        default="1GiB",
-        help="what a file and the memory hold at most; like 512MiB (1GiB)",
-    )
-    return parser
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
 
 
-def _path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
-
-
-def _size(text: str) -> int:
+def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)(KiB|MiB|GiB|)", text)
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"expected a size like 512MiB or 1GiB, found {text}")
+        raise ValueError(f"--max-file: expected a size like 512MiB or 1GiB, found {text}")
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -145,11 +130,12 @@ def _find_checkpoint(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]
 def _convert(
     command: str,
     arch: "Architecture",
-    options: argparse.Namespace,
+    out: Path,
+    max_file: int,
     work: Callable[["StoredModel", "TransferBar", int], None],
 ) -> int:
-    if options.out.exists():
-        raise ValueError(f"{options.out} exists already: choose another folder to write to")
+    if out.exists():
+        raise ValueError(f"{out} exists already: choose another folder to write to")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron would start up a GPU that nothing here uses
     from rltrain.policy.megatron.checkpoint_probe import stored_model
     from rltrain.tracking.progress import TransferBar
@@ -158,11 +144,11 @@ def _convert(
     stored = stored_model(arch)
     try:
         with TransferBar(command, sum(map(parameter_numel, owned_parameters(arch)))) as bar:
-            work(stored, bar, options.max_file)
+            work(stored, bar, max_file)
     except OSError as error:
         raise RuntimeError(
-            f"{options.out} not written: {error}. Nothing of it is left; free some space and run "
+            f"{out} not written: {error}. Nothing of it is left; free some space and run "
             "the same command again"
         ) from error
-    sys.stdout.write(f"{options.out}\n")
+    sys.stdout.write(f"{out}\n")
     return 0

@@ -1,9 +1,5 @@
-"""``rltrain data``: the data of a run as the model would see it. No GPU, no Ray, no engine.
+"""``rltrain data``: the data of a run as the model would see it. No GPU, no Ray, no engine."""
 
-Hydra is imported after the arguments were checked.
-"""
-
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,7 +12,7 @@ from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
 NUM_SHOWN = 3
 
 
-def data(arguments: Sequence[str]) -> int:
+def data(overrides: Sequence[str], config_dir: Path | None) -> int:
     """Print what was found of data, tokenizer and reward; the exit status is 1 when a run with this
     configuration could not use them.
 
@@ -26,12 +22,8 @@ def data(arguments: Sequence[str]) -> int:
     from rltrain.cli.data_text import print_data
     from rltrain.main import compose
 
-    parser = argparse.ArgumentParser(prog="rltrain data")
-    parser.add_argument("overrides", nargs="+", metavar="+recipe=NAME or name=value")
-    parser.add_argument("--config-dir", type=Path)
-    options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    config = compose(options.overrides, options.config_dir)
+    config = compose(overrides, config_dir)
     run_data = examine_data(config)
     print_data(config, run_data, NUM_SHOWN)
     sys.stdout.flush()

@@ -1,6 +1,5 @@
 """``rltrain doctor``: what of this machine, its packages and a configuration would stop a run."""
 
-import argparse
 import os
 import sys
 import time
@@ -19,51 +18,53 @@ from rltrain.controller.doctor.findings import (
 )
 
 
-def doctor(arguments: Sequence[str]) -> int:
+def doctor(
+    overrides: Sequence[str],
+    config_dir: Path | None = None,
+    *,
+    json: bool = False,
+    with_self_test: bool = False,
+) -> int:
     """Print one line per check, with a remedy for each problem; the exit status is 1 if a check
     failed.
 
-    Raises:
-        ValueError: the command line is wrong.
+    Args:
+        overrides: a configuration to examine, too; the machine alone where there are none
+        json: print the findings as JSON
+        with_self_test: also train the tiny model for two steps and check what must hold
     """
-    parser = argparse.ArgumentParser(prog="rltrain doctor")
-    parser.add_argument("overrides", nargs="*", metavar="+recipe=NAME or name=value")
-    parser.add_argument("--config-dir", type=Path)
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--self-test",
-        action="store_true",
-        help="also train the tiny model for two steps and check what must hold",
-    )
-    options = parser.parse_intermixed_args(arguments)
     began = time.monotonic()
     findings: list[Finding] = []
 
     def report(new: Sequence[Finding]) -> None:
         findings.extend(new)
-        if not options.json:
+        if not json:
             sys.stdout.write("".join(map(show_finding, new)))
             sys.stdout.flush()
 
-    _examine(options, report)
-    if options.self_test:
+    _examine(overrides, config_dir, report)
+    if with_self_test:
         from rltrain.controller.doctor.self_test import self_test
 
         report(run_check("self-test", self_test))
-    if options.json:
+    if json:
         sys.stdout.write(show_json(findings, os.environ))
     else:
         sys.stdout.write(f"\n{show_summary(findings, time.monotonic() - began)}")
     return exit_status(findings)
 
 
-def _examine(options: argparse.Namespace, report: Callable[[Sequence[Finding]], None]) -> None:
+def _examine(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    report: Callable[[Sequence[Finding]], None],
+) -> None:
     from rltrain.controller.doctor.examination import Examination
 
     config = None
-    if options.overrides:
+    if overrides:
         try:
-            config = _configuration(options)
+            config = _configuration(overrides, config_dir)
         except ValueError as error:
             report([fail("configuration", str(error), "correct the command line")])
     examination = Examination(config, os.environ)
@@ -74,7 +75,7 @@ def _examine(options: argparse.Namespace, report: Callable[[Sequence[Finding]], 
         examination.close()
 
 
-def _configuration(options: argparse.Namespace) -> Config:
+def _configuration(overrides: Sequence[str], config_dir: Path | None) -> Config:
     from rltrain.main import compose, start_folder
 
-    return start_folder(compose(options.overrides, options.config_dir))
+    return start_folder(compose(overrides, config_dir))

@@ -3,11 +3,9 @@
 Everything is checked before the first file is written, and no file is ever overwritten.
 """
 
-import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,18 +20,9 @@ NUM_TRAIN, NUM_EVAL = 1024, 128
 NUM_LISTED = 5
 
 
-def init(arguments: Sequence[str]) -> int:
+def init(folder: Path, choices: Choices) -> int:
     """Write the folder; raises as `write_run_folder`."""
-    parser = argparse.ArgumentParser(prog="rltrain init")
-    parser.add_argument("folder", help="a new or empty folder, e.g. my_run")
-    parser.add_argument("--model", help="a local Hugging Face folder (default: the tiny model)")
-    parser.add_argument("--data", help="your data: JSONL, Parquet or a dataset folder")
-    parser.add_argument("--reward", help="exact, math_verify, or your function: file.py:score")
-    parser.add_argument("--gpus", type=int, help="how many GPUs the run uses (default: the CPU)")
-    parser.add_argument("--recipe", help="build on one of rltrain's recipes")
-    options = vars(parser.parse_args(arguments))
-    folder = Path(options.pop("folder"))
-    write_run_folder(folder, Choices(**options))
+    write_run_folder(folder, choices)
     inner = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}\n  "
     sys.stdout.write(f"wrote {folder}; README.md there lists the commands. Next:\n  {inner}")
     sys.stdout.write("rltrain data recipe.yaml\n")

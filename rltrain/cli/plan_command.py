@@ -4,7 +4,6 @@ It plans for GPUs with ``--gpus`` or ``cluster.device=cuda``, or if this machine
 plans for the CPU of this machine.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,35 +25,30 @@ from rltrain.planning.plan_cpu import Host, describe_cpu
 from rltrain.planning.plan_text import describe_gpus
 from rltrain.weights.architecture.decoder import Architecture
 
-H100_GIB = 79.2
-"""What CUDA reports for a card that is sold with 80 GB."""
 
-
-def plan(arguments: Sequence[str]) -> int:
+def plan(
+    overrides: Sequence[str], gpus: int | None, gpu_memory_gib: float, config_dir: Path | None
+) -> int:
     """Print placement, batch and memory; the exit status is 1 when the run does not fit, or would
     span nodes.
+
+    Args:
+        gpus: how many there are; as many as it takes where it is None
+        gpu_memory_gib: of each
 
     Raises:
         ValueError: the configuration is wrong, or does not go with the model.
     """
-    parser = argparse.ArgumentParser(prog="rltrain plan")
-    parser.add_argument("overrides", nargs="+", metavar="+recipe=NAME or name=value")
-    parser.add_argument("--gpus", type=int, help="how many there are (as many as it takes)")
-    parser.add_argument(
-        "--gpu-memory-gib", type=float, default=H100_GIB, help=f"of each ({H100_GIB}, an H100)"
-    )
-    parser.add_argument("--config-dir", type=Path)
-    options = parser.parse_intermixed_args(arguments)
-    config = compose(options.overrides, options.config_dir)
+    config = compose(overrides, config_dir)
     config, note = with_architecture(config)
     # --gpus plans for another machine.
-    where = "cuda" if options.gpus else device(config.cluster)
+    where = "cuda" if gpus else device(config.cluster)
     arch = check_plan(config, where)
     has_critic = needs_critic(config.algorithm)
     if where == "cpu":
         text, fits = describe_cpu(config, arch, Host.this(), note, has_critic=has_critic)
     else:
-        machine = GpuMachine(options.gpus, int(options.gpu_memory_gib * GIB))
+        machine = GpuMachine(gpus, int(gpu_memory_gib * GIB))
         text, fits = describe_gpus(config, arch, machine, note, has_critic=has_critic)
     sys.stdout.write(text)
     return 0 if fits else 1

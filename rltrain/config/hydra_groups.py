@@ -85,3 +85,30 @@ def summary(file: Path) -> str:
         if line.startswith("#") and "@package" not in line:
             return line[1:].strip()
     return ""
+
+
+def describe_groups(groups: Groups) -> str:
+    """Recipes, the options of the other groups, and how to set a key, for the help."""
+    width = max(map(len, groups["recipe"]))
+    recipes = "\n".join(
+        f"  {name:<{width}}  {summary(file)}" for name, file in groups["recipe"].items()
+    )
+    choices = "\n".join(
+        f"  {name:<14}  {', '.join(sorted(files))}"
+        for name, files in sorted(groups.items())
+        if name != "recipe"
+    )
+    return f"""
+RECIPE.yaml is a file of your own; `rltrain init FOLDER` writes one with all that it needs.
+
+recipes, chosen with +recipe=NAME:
+{recipes}
+
+groups, chosen with GROUP=OPTION:
+{choices}
+
+keys, set with name=value (`rltrain keys` lists them with their types and defaults):
+  trainer.steps=5 optimizer.lr=1e-4 policy.parallel.tp=2 rollout.engine_args.max_num_seqs=64
+
+RLTRAIN_DEBUG=1 shows the traceback of an error.
+"""

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -22,6 +23,8 @@ class Key:
     """In words with its bounds, e.g. ``integer > 0``."""
     default: object
     doc: str
+    choices: tuple[object, ...] = ()
+    """All values, where there are few."""
 
     @property
     def free(self) -> bool:
@@ -40,7 +43,9 @@ def keys(section: BaseModel | None = None, prefix: str = "") -> Iterator[Key]:
         if isinstance(default, BaseModel):
             yield from keys(default, f"{prefix}{name}.")
         else:
-            yield Key(f"{prefix}{name}", spell_field(field), default, field.description or "")
+            doc = field.description or ""
+            values = tuple(choices(field.annotation))
+            yield Key(f"{prefix}{name}", spell_field(field), default, doc, values)
 
 
 def sections(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -76,6 +81,18 @@ def spell(annotation: Any, metadata: list[Any]) -> str:
         if hasattr(bound, name)
     ]
     return " ".join([TYPES[origin or annotation], " and ".join(bounds)]).strip()
+
+
+def choices(annotation: Any) -> Iterator[object]:
+    """The values of a type that has few: literals, true and false, null beside them."""
+    if annotation is bool:
+        yield from (True, False)
+    elif get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) in (Union, UnionType):
+        parts = [tuple(choices(part)) for part in get_args(annotation) if part is not type(None)]
+        if all(parts):
+            yield from (*(value for part in parts for value in part), None)
 
 
 def show(value: object) -> str:

@@ -1,12 +1,50 @@
 """The arguments of ``rltrain routes`` that are files, layouts and ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from pydantic import ValidationError
 
 from rltrain.config.policy import ParallelConfig
 from rltrain.verification.routes_file import Routes
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Where token ids come from; one of these is set."""
+
+    tokens: str | None = None
+    """A JSON file of lists of token ids."""
+    prompt: str | None = None
+    """Text, for the model's tokenizer."""
+    problem: int | None = None
+    """The number of a problem of arithmetic."""
+
+    @classmethod
+    def of(cls, *, tokens: str | None, prompt: str | None, problem: int | None) -> Self:
+        """ValueError unless exactly one is set."""
+        options = {"--tokens": tokens, "--prompt": prompt, "--problem": problem}
+        chosen = [name for name, value in options.items() if value is not None]
+        if len(chosen) != 1:
+            raise ValueError(
+                f"expected one of {', '.join(options)}, found {' and '.join(chosen) or 'none'}"
+            )
+        return cls(tokens, prompt, problem)
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """How a pass is made."""
+
+    layout: str = ""
+    """As in ``tp=2,pp=2``: keys of ``policy.parallel``."""
+    recompute: str = "none"
+    """none, full, block, or modules with ``+`` between."""
+    precision: str = "fp32"
+    max_tokens: int = 8192
+    """Of a micro-batch."""
 
 
 def load_routes(path: str) -> Routes:

@@ -1,6 +1,5 @@
 """``rltrain routes capture``: the routes of a rollout engine through some tokens."""
 
-import argparse
 import sys
 import tempfile
 
@@ -15,6 +14,7 @@ from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
+from rltrain.verification.routes_arguments import TokenSource
 from rltrain.verification.routes_file import Routes
 from rltrain.verification.routes_passes import read_tokens, resolve_model
 
@@ -22,15 +22,15 @@ from rltrain.verification.routes_passes import read_tokens, resolve_model
 ONE = SamplingParams(temperature=1.0, max_tokens=1, greedy=True, capture_routes=True)
 
 
-def capture(options: argparse.Namespace) -> int:
+def capture(model: str, source: TokenSource, dtype: str, out: str) -> int:
     """Start an engine, let it read the tokens as prompts, save what it chose."""
-    arch, folder = resolve_model(options.model)
+    arch, folder = resolve_model(model)
     if folder is None:
-        raise ValueError(f"{options.model}: vLLM reads a Hugging Face folder; give one")
-    tokens = read_tokens(options, arch, folder)
+        raise ValueError(f"{model}: vLLM reads a Hugging Face folder; give one")
+    tokens = read_tokens(model, source, arch, folder)
     shape = RouteShape(arch.num_layers, arch.moe_layers, arch.num_experts, arch.experts_per_token)
     with tempfile.TemporaryDirectory(prefix="rltrain-routes-") as logs:
-        config = _config(logs, options.dtype)
+        config = _config(logs, dtype)
         with cluster(config) as placed:
             route_capture = RouteCapture(shape, RouteStore.remote())
             longest = max(map(len, tokens))
@@ -51,8 +51,8 @@ def capture(options: argparse.Namespace) -> int:
         num_experts=arch.num_experts,
         weight_version=refs[0].weight_version,
         producer=refs[0].producer,
-    ).save(options.out)
-    sys.stdout.write(f"{options.out}\n")
+    ).save(out)
+    sys.stdout.write(f"{out}\n")
     return 0
 
 

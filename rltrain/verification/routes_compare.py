@@ -1,6 +1,5 @@
 """``rltrain routes compare``: two pass files, or two routes files, side by side."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,24 +14,27 @@ from rltrain.verification.routes_file import Routes
 LISTED = 5  # parameters and samples
 
 
-def compare_files(options: argparse.Namespace) -> int:
+def compare_files(a_file: str, b_file: str, tolerance: float, near_tie: float) -> int:
     """Print how far B's file is from A's.
 
+    Args:
+        tolerance: of passes, relative to the largest entry
+        near_tie: of routes, the largest margin of two experts that may change places
     Returns:
         1 for passes with an error above the tolerance, and for routes with a difference that
         neither a near-tie nor an earlier difference explains.
     Raises:
         ValueError: they are not two files of one kind, or not of the same tokens and model.
     """
-    a, b = existing(options.a), existing(options.b)
+    a, b = existing(a_file), existing(b_file)
     kinds = {_kind(a), _kind(b)}
     if len(kinds) > 1:
         raise ValueError(
             f"{a} and {b}: one is a routes file and one a pass file; give two of a kind"
         )
     if kinds == {pass_file.HEADER}:
-        return _passes(a, b, options.tolerance)
-    return _routes(a, b, options.near_tie)
+        return _passes(a, b, tolerance)
+    return _routes(a, b, near_tie)
 
 
 def _kind(path: Path) -> str:

@@ -3,7 +3,6 @@
 Megatron is imported after the arguments were checked.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,7 +19,13 @@ from rltrain.data.tokenizer_checks import check_tokenizer
 from rltrain.parallel.layer_map import Pipeline
 from rltrain.planning.machine import count_gpus
 from rltrain.verification.layout_models import MODELS
-from rltrain.verification.routes_arguments import existing, load_routes, parse_layout
+from rltrain.verification.routes_arguments import (
+    PassOptions,
+    TokenSource,
+    existing,
+    load_routes,
+    parse_layout,
+)
 from rltrain.verification.routes_file import Routes
 from rltrain.verification.routes_inspection import inspect_routes
 from rltrain.weights.architecture.decoder import Architecture
@@ -32,29 +37,30 @@ TINY = "tiny:"
 Tokens = tuple[tuple[int, ...], ...]
 
 
-def record(options: argparse.Namespace) -> int:
-    arch, weights = resolve_model(options.model)
-    tokens = read_tokens(options, arch, weights)
-    beside = Path(options.out).with_suffix(".pass.safetensors")
-    _run(options, arch, weights, tokens, routes_out=Path(options.out), pass_out=beside)
-    sys.stdout.write(f"{options.out}\n{beside}\n")
+def record(model: str, source: TokenSource, options: PassOptions, out: str) -> int:
+    arch, weights = resolve_model(model)
+    tokens = read_tokens(model, source, arch, weights)
+    beside = Path(out).with_suffix(".pass.safetensors")
+    _run(model, options, arch, weights, tokens, routes_out=Path(out), pass_out=beside)
+    sys.stdout.write(f"{out}\n{beside}\n")
     return 0
 
 
-def replay(options: argparse.Namespace) -> int:
-    arch, weights = resolve_model(options.model)
-    routes = load_routes(options.routes)
-    check_replayable(routes, arch, options.routes)
+def replay(model: str, routes_file: str, options: PassOptions, out: str) -> int:
+    arch, weights = resolve_model(model)
+    routes = load_routes(routes_file)
+    check_replayable(routes, arch, routes_file)
     tokens = tuple(tuple(part.tolist()) for part in routes.tokens.split(routes.seq_lens.tolist()))
-    check_readable(tokens, arch, options.routes)
-    path = existing(options.routes)
-    _run(options, arch, weights, tokens, replay=path, pass_out=Path(options.out))
-    sys.stdout.write(f"{options.out}\n")
+    check_readable(tokens, arch, routes_file)
+    path = existing(routes_file)
+    _run(model, options, arch, weights, tokens, replay=path, pass_out=Path(out))
+    sys.stdout.write(f"{out}\n")
     return 0
 
 
 def _run(
-    options: argparse.Namespace,
+    model: str,
+    options: PassOptions,
     arch: Architecture,
     weights: Path | None,
     tokens: Tokens,
@@ -80,9 +86,7 @@ def _run(
     from rltrain.verification.offline_pass import Task, run_task
 
     routed = f"routes of {replay.name}" if replay is not None else "native routes"
-    about = (
-        f"{options.model}, {options.layout or 'one rank'}, recompute {options.recompute}, {routed}"
-    )
+    about = f"{model}, {options.layout or 'one rank'}, recompute {options.recompute}, {routed}"
     task = Task(
         arch, weights, policy, tokens, replay, routes_out, pass_out, f"{about}, {options.precision}"
     )
@@ -92,7 +96,7 @@ def _run(
         run_ranks(run_task, size, Path(folder), task, device, device=device, timeout_s=1800)
 
 
-def policy_config(options: argparse.Namespace) -> PolicyConfig:
+def policy_config(options: PassOptions) -> PolicyConfig:
     """The policy that the options ask for; ValueError when they do not fit one another."""
     recompute: dict[str, Any] = {"recompute": options.recompute}
     if options.recompute == "block":
@@ -129,26 +133,27 @@ def resolve_model(name: str) -> tuple[Architecture, Path | None]:
     return arch, folder
 
 
-def read_tokens(options: argparse.Namespace, arch: Architecture, folder: Path | None) -> Tokens:
-    """The token ids of ``--tokens``, ``--prompt`` or ``--problem``, checked."""
-    if options.tokens is not None:
-        tokens, where = _load_tokens(existing(options.tokens)), options.tokens
+def read_tokens(model: str, source: TokenSource, arch: Architecture, folder: Path | None) -> Tokens:
+    """The token ids of ``source``, checked; ``folder`` has the tokenizer of ``model``."""
+    if source.tokens is not None:
+        tokens, where = _load_tokens(existing(source.tokens)), source.tokens
     elif folder is None:
-        raise ValueError(f"{options.model}: it has no tokenizer; give ids with --tokens FILE.json")
+        raise ValueError(f"{model}: it has no tokenizer; give ids with --tokens FILE.json")
     else:
-        tokens, where = (_encode_text(options, folder),), str(folder)
+        tokens, where = (_encode_text(source, folder),), str(folder)
     check_readable(tokens, arch, where)
     return tokens
 
 
-def _encode_text(options: argparse.Namespace, folder: Path) -> tuple[int, ...]:
+def _encode_text(source: TokenSource, folder: Path) -> tuple[int, ...]:
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     check_tokenizer(tokenizer, folder)
-    if options.prompt is not None:
-        return encode_prompt(options.prompt, tokenizer, as_chat=False)[1]
-    if not 0 <= options.problem < NUM_PROBLEMS:
-        raise ValueError(f"--problem {options.problem}: expected 0 to {NUM_PROBLEMS - 1}")
-    row = arithmetic_rows(0, 0, options.problem + 1, seed=0)["train"][options.problem]
+    if source.prompt is not None:
+        return encode_prompt(source.prompt, tokenizer, as_chat=False)[1]
+    assert source.problem is not None
+    if not 0 <= source.problem < NUM_PROBLEMS:
+        raise ValueError(f"--problem {source.problem}: expected 0 to {NUM_PROBLEMS - 1}")
+    row = arithmetic_rows(0, 0, source.problem + 1, seed=0)["train"][source.problem]
     prompt = encode_prompt(row["prompt"], tokenizer, as_chat=False)[1]
     return (*prompt, *encode_response(row["answer"], tokenizer))
 

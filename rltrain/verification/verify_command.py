@@ -1,6 +1,5 @@
 """``rltrain verify``: every parallel layout against one rank, on this machine."""
 
-import argparse
 import os
 import sys
 import tempfile
@@ -30,15 +29,6 @@ ROWS_PER_PROCESS = {"cpu": 6, "cuda": 24}
 """Megatron's wrappers keep a row's model alive, with a hundred gloo threads."""
 
 
-USAGE = f"""usage: rltrain verify [--full] [--only TEXT] [--models NAME,NAME] [--bf16]
-
-  --full    every layout with every recomputation and dispatcher that it allows, on all models
-  --only    rows whose name contains TEXT, as in 'pp=2' or 'cp=2 pp=2'
-  --models  {", ".join(MODELS)}; the first without --full
-  --bf16    parameters in bf16, against one rank in fp32 on the same routes and weights
-"""
-
-
 @dataclass(frozen=True)
 class Result:
     """One row's outcome; ``row`` is None where it failed before there were numbers."""
@@ -52,13 +42,24 @@ class Result:
         return not self.problem
 
 
-def verify_layouts(arguments: Sequence[str]) -> int:
-    """Run the table and print it; 1 when a row failed."""
-    cases = _selected_cases(arguments)
+def verify_layouts(
+    *, full: bool = False, only: str = "", models: str | None = None, bf16: bool = False
+) -> int:
+    """Run the table and print it; 1 when a row failed.
+
+    Args:
+        full: every layout with every recomputation and dispatcher that it allows, on all models
+        only: what the names of rows must contain
+        models: names of `MODELS` with commas between; None is the first, all of them with ``full``
+        bf16: parameters in bf16, against one rank in fp32 on the same routes and weights
+
+    Raises:
+        ValueError: there is no such model or row.
+    """
+    cases = _selected_cases(full, only, models, bf16)
     gpus = count_gpus()
     too_large = [case for case in cases if gpus and case.parallel.world_size > gpus]
     cases = [on_gpus(case) if gpus else case for case in cases if case not in too_large]
-    bf16 = any(case.params == "bf16" for case in cases)
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     started = time.monotonic()
     results: list[Result] = []
@@ -231,27 +232,19 @@ def _width(name: str) -> int:
     return max(len(name), widths.get(name, 3))
 
 
-def _selected_cases(arguments: Sequence[str]) -> list[LayoutCase]:
-    parser = argparse.ArgumentParser(prog="rltrain verify", usage=USAGE)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--models")
-    parser.add_argument("--bf16", action="store_true")
-    options = parser.parse_args(list(arguments))
+def _selected_cases(full: bool, only: str, models: str | None, bf16: bool) -> list[LayoutCase]:
     names = list(MODELS)
-    models = options.models.split(",") if options.models else names if options.full else names[:1]
-    if unknown := sorted(set(models) - set(MODELS)):
+    chosen = models.split(",") if models else names if full else names[:1]
+    if unknown := sorted(set(chosen) - set(MODELS)):
         raise ValueError(f"--models {','.join(unknown)}: expected some of {', '.join(MODELS)}")
     cases = (
-        whole_product(models)
-        if options.full
-        else [replace(case, model=model) for model in models for case in LAYOUTS]
+        whole_product(chosen)
+        if full
+        else [replace(case, model=model) for model in chosen for case in LAYOUTS]
     )
-    if options.bf16:
+    if bf16:
         cases = [replace(case, params="bf16") for case in cases]
-    selected = [case for case in cases if options.only in case.name]
+    selected = [case for case in cases if only in case.name]
     if not selected:
-        raise ValueError(
-            f"--only {options.only!r}: no row has that in its name, as in 'pp=2 vpp=2'"
-        )
+        raise ValueError(f"--only {only!r}: no row has that in its name, as in 'pp=2 vpp=2'")
     return selected

@@ -125,6 +125,6 @@ def test_the_tables_hold_what_they_promise() -> None:
 
 def test_nothing_to_run_is_an_error() -> None:
     with pytest.raises(ValueError, match="no row has that in its name"):
-        verify_layouts(["--only", "tp=77"])
+        verify_layouts(only="tp=77")
     with pytest.raises(ValueError, match="llama: expected some of qwen3"):
-        verify_layouts(["--models", "llama"])
+        verify_layouts(models="llama")

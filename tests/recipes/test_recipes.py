@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rltrain.cli.plan_command import plan
+from rltrain.cli.app import main as rltrain
 from rltrain.config.hydra_groups import conf_folder, find_groups
 from rltrain.main import compose
 
@@ -132,7 +132,7 @@ def test_a_full_size_recipe_fits_its_cards(
     assert f"+recipe={recipe} " in command and "--gpus" in command
     monkeypatch.chdir(ROOT)
     nodes = int(command.partition("--gpus ")[2].split()[0]) // 8
-    assert plan(command.split()) == (0 if nodes == 1 else 1)
+    assert rltrain(["plan", *command.split()]) == (0 if nodes == 1 else 1)
     printed = capsys.readouterr().out
     assert f"```\n{printed}```" in page
     *_, verdict = printed.partition("\nfits: ")[2].splitlines()
@@ -149,7 +149,7 @@ def test_a_full_size_recipe_is_grpo_with_r3(recipe: str) -> None:
 
 def test_qwen3_on_eight_cards_of_80_gb_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """As its README says."""
-    assert plan(["+recipe=grpo_qwen3_30b_a3b_8gpu", "--gpus", "8"]) == 1
+    assert rltrain(["plan", "+recipe=grpo_qwen3_30b_a3b_8gpu", "--gpus", "8"]) == 1
     printed = capsys.readouterr().out
     assert "does not fit" in printed and "more policy.parallel.dp" in printed
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rltrain import main as program
 from rltrain.actors.failures import ActorFailed
 from rltrain.main import main
 from rltrain.tracking.tracker import write_outcome
@@ -30,7 +29,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             Path(config.trainer.output_dir).mkdir(exist_ok=True)
 
         monkeypatch.setenv("WANDB_API_KEY", SECRET)
-        monkeypatch.setattr(program, "preflight", preflight)
+        monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", preflight)
         monkeypatch.setattr("rltrain.controller.rl.run", train)
         before = signal.getsignal(signal.SIGTERM)
         try:
@@ -122,7 +121,7 @@ def test_a_fault_in_the_checks_leaves_its_traceback_somewhere(
     def preflight(config: Any) -> None:
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(program, "preflight", preflight)
+    monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", preflight)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["+recipe=grpo_moe_r3"]) == 1
     shown = capsys.readouterr().err

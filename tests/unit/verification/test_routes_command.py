@@ -1,6 +1,5 @@
 """The subcommands of ``rltrain routes`` that start nothing, and what the others reject."""
 
-import argparse
 import json
 import re
 from collections import defaultdict
@@ -19,7 +18,12 @@ from rltrain.parallel.token_layout import PAD, TokenGrid, layout_tokens
 from rltrain.routing.codec import decode
 from rltrain.verification.layout_models import MODELS
 from rltrain.verification.pass_file import Pass
-from rltrain.verification.routes_arguments import parse_layout, parse_sizes
+from rltrain.verification.routes_arguments import (
+    PassOptions,
+    TokenSource,
+    parse_layout,
+    parse_sizes,
+)
 from rltrain.verification.routes_file import Routes
 from rltrain.verification.routes_passes import (
     check_replayable,
@@ -27,6 +31,7 @@ from rltrain.verification.routes_passes import (
     read_tokens,
     resolve_model,
 )
+from rltrain.weights.architecture.decoder import Architecture
 
 LENS = (9, 5, 1)
 N = sum(LENS)
@@ -100,11 +105,6 @@ def test_sizes_may_be_zero() -> None:
     assert parse_sizes("cp=0,pp=1", "--rank", ["cp", "pp"]) == {"cp": 0, "pp": 1}
 
 
-def run_options(**changes: Any) -> argparse.Namespace:
-    values = {"layout": "", "recompute": "none", "precision": "fp32", "max_tokens": 99}
-    return argparse.Namespace(**values | changes)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -115,14 +115,14 @@ def run_options(**changes: Any) -> argparse.Namespace:
     ],
 )
 def test_recomputation(text: str, expected: dict[str, Any]) -> None:
-    policy = policy_config(run_options(recompute=text)).model_dump()
+    policy = policy_config(PassOptions(recompute=text, max_tokens=99)).model_dump()
     assert policy.items() >= expected.items()
     assert (policy["max_tokens_per_micro_batch"], policy["precision"]["params"]) == (99, "fp32")
 
 
 def test_unknown_recomputation() -> None:
     with pytest.raises(ValueError, match="recompute_modules"):
-        policy_config(run_options(recompute="moa"))
+        policy_config(PassOptions(recompute="moa"))
 
 
 def test_models() -> None:
@@ -151,35 +151,42 @@ def test_models() -> None:
 )
 def test_tokens_that_cannot_be_read(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "t.json").write_text(content)
-    options = argparse.Namespace(tokens=str(tmp_path / "t.json"), prompt=None, problem=None)
+    source = TokenSource(tokens=str(tmp_path / "t.json"))
     with pytest.raises(ValueError, match=message):
-        read_tokens(options, MODELS["qwen3"], None)
+        read_tokens("tiny:qwen3", source, MODELS["qwen3"], None)
 
 
 def test_tokens_of_files_and_problems(tmp_path: Path) -> None:
     from rltrain.data.tokenizer import tiny_tokenizer
 
+    def read(arch: Architecture, folder: Path | None, **source: Any) -> Any:
+        return read_tokens("tiny:qwen3", TokenSource(**source), arch, folder)
+
     (tmp_path / "t.json").write_text("[[1, 2], [3]]")
-    options = argparse.Namespace(
-        tokens=str(tmp_path / "t.json"), prompt=None, problem=None, model="tiny:qwen3"
-    )
-    assert read_tokens(options, MODELS["qwen3"], None) == ((1, 2), (3,))
-    options.tokens, options.problem = None, 3
+    arch = MODELS["qwen3"]
+    assert read(arch, None, tokens=str(tmp_path / "t.json")) == ((1, 2), (3,))
     with pytest.raises(ValueError, match="tiny:qwen3: it has no tokenizer"):
-        read_tokens(options, MODELS["qwen3"], None)
+        read(arch, None, problem=3)
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    arch = replace(MODELS["qwen3"], vocab_size=272)
-    [ids] = read_tokens(options, arch, tmp_path)
+    arch = replace(arch, vocab_size=272)
+    [ids] = read(arch, tmp_path, problem=3)
     assert ids[-1] == tokenizer.eos_token_id
     prompt, _, answer = tokenizer.decode(ids, skip_special_tokens=True).partition("=")
     assert sum(map(int, prompt)) == int(answer)
-    options.problem, options.prompt = None, "1+1"
-    [ids] = read_tokens(options, arch, tmp_path)
+    [ids] = read(arch, tmp_path, prompt="1+1")
     assert tokenizer.decode(ids, skip_special_tokens=True) == "1+1"
-    options.problem, options.prompt = 11000, None
     with pytest.raises(ValueError, match="expected 0 to 10999"):
-        read_tokens(options, arch, tmp_path)
+        read(arch, tmp_path, problem=11000)
+
+
+@pytest.mark.parametrize("options", [[], ["--prompt", "1+1", "--problem", "0"]])
+def test_tokens_come_from_one_place(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A problem of number 0 and an empty prompt count, too."""
+    assert routes("record", "tiny:qwen3", tmp_path / "out", *options) == 2
+    assert "expected one of --tokens, --prompt, --problem, found" in capsys.readouterr().err
 
 
 def test_routes_of_another_model_are_not_replayed() -> None:

@@ -1,0 +1,65 @@
+"""Commands that turn checkpoints into Hugging Face folders and back."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rltrain.cli.parameters import listed
+
+commands = typer.Typer()
+PANEL = "Weights"
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist.")]
+MaxFile = Annotated[
+    str,
+    typer.Option(metavar="SIZE", help="What a file and the memory hold at most, as in 512MiB."),
+]
+
+
+@commands.command(
+    "export", **listed("rltrain export outputs/2026-01-02_03-04-05 my_model --step 20", panel=PANEL)
+)
+def export_weights(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A run's folder, a checkpoint in it, or what import wrote."
+        ),
+    ],
+    out: Out,
+    step: Annotated[
+        int | None, typer.Option(help="Of the run's checkpoint. Default: the newest.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights. Default: as they are stored."),
+    ] = None,
+    max_file: MaxFile = "1GiB",
+) -> int:
+    """Write a checkpoint of a run, or an imported one, as a Hugging Face folder."""
+    ignore_import_warnings()
+    from rltrain.cli.convert_command import export_weights
+
+    return export_weights(source, out, step=step, dtype=dtype, max_file=max_file)
+
+
+@commands.command("import", **listed("rltrain import /models/my-qwen3-moe imported", panel=PANEL))
+def import_weights(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face folder.")],
+    out: Out,
+    max_file: MaxFile = "1GiB",
+) -> int:
+    """Write a Hugging Face folder as a checkpoint of Megatron's."""
+    ignore_import_warnings()
+    from rltrain.cli.convert_command import import_weights
+
+    return import_weights(source, out, max_file=max_file)
+
+
+def ignore_import_warnings() -> None:
+    """Megatron's, about packages it can do without; in this process and in its ranks."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning,ignore::FutureWarning")
+    warnings.simplefilter("ignore", UserWarning)
