@@ -63,9 +63,9 @@ fmt: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-# Broken links and anchors are errors. Read it with: python -m http.server -d build/docs
+# Broken links and anchors are errors; --quiet would hide them from MkDocs' strict mode. Read it with: python -m http.server -d build/docs
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Prints lines by room, and what is longer than it should be; enforces nothing.
 sizes: setup

@@ -56,7 +56,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         page_uri, text = unread[-1].src_uri, unread.pop().content_string
         for link in LINK.findall(text):
             path = posixpath.normpath(posixpath.join(posixpath.dirname(page_uri), link))
-            if (ROOT / path).is_file() and named.get_file_from_path(path) is None:
+            outside = path.startswith("../")
+            if not outside and (ROOT / path).is_file() and not named.get_file_from_path(path):
                 named.append(linked := site_file(path, config))
                 linked.inclusion = InclusionLevel.NOT_IN_NAV
                 unread += [linked] if path.endswith(".md") else []
