@@ -64,7 +64,7 @@ def recipe_values(name: str, choices: Choices, base: Config | None) -> dict[str,
         "recipe": choices.recipe,
         "model": absolute(choices.model),
         "data": data,
-        "as_chat": not is_tiny and not data.is_chat,
+        "as_chat": None if is_tiny or data.is_chat else as_yaml(has_template(choices, base)),
         "reward": reward_of(choices) if is_rl else None,
         "reward_workers": 1 if is_tiny else 8,
         "is_rl": is_rl,
@@ -111,6 +111,15 @@ def reward_of(choices: Choices) -> str:
     if not Path(file).expanduser().is_file():
         raise ValueError(f"--reward {choices.reward}: there is no file {file} in {Path.cwd()}")
     return f"{absolute(file)}:{function}"
+
+
+def has_template(choices: Choices, base: Config | None) -> bool:
+    """Whether the model's folder has a chat template; so has what stands in for a missing one."""
+    folder = Path(choices.model or (base.model.path if base else None) or "").expanduser()
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or (folder / "chat_template.jinja").is_file():
+        return True
+    return '"chat_template"' in settings.read_text(encoding="utf-8")
 
 
 def absolute(path: str | None) -> str | None:

@@ -170,6 +170,17 @@ def test_a_layout_for_every_number_of_gpus(
     assert "\nfits: " in capsys.readouterr().out
 
 
+def test_a_base_model_gets_text_and_a_chat_model_gets_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = save_model(Path("model"))
+    assert made(monkeypatch, model=str(model)).data.as_chat
+    monkeypatch.chdir("..")
+    shutil.rmtree("my_run")
+    (model / "chat_template.jinja").unlink()
+    assert not made(monkeypatch, model=str(model)).data.as_chat
+
+
 def test_a_dense_model_has_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("model").mkdir()
     shutil.copy(DENSE, "model/config.json")
