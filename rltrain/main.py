@@ -165,8 +165,12 @@ def save_changes_of_recipe(
     config: Config, overrides: Sequence[str], config_dir: Path | None
 ) -> None:
     """Write which keys the command line changed of the recipe that it names, for the report."""
+    texts, file = split_recipe_file(overrides)
+    if file is not None:
+        save_recipe(config, str(file), compose([str(file)], config_dir))
+        return
     groups = find_groups(config_dir)
-    parsed = [parse_override(text, groups) for text in overrides if "=" in text]
+    parsed = [parse_override(text, groups) for text in texts]
     for name in [override.value for override in parsed if override.name == "recipe"][-1:]:
         with suppress(ConfigError):  # alone, a recipe may lack a key such as model.path
             save_recipe(config, str(name), compose([f"+recipe={name}"], config_dir))
