@@ -65,7 +65,7 @@ def init(
     cls=TrainCommand,
     **listed(
         "rltrain train +recipe=grpo_moe_r3 trainer.steps=5",
-        "rltrain train +recipe=mine --config-dir conf --cfg job",
+        "rltrain train recipe.yaml trainer.steps=5",
         panel=PANEL,
     ),
 )
@@ -84,9 +84,7 @@ def train(
     return train(overrides or [], config_dir, context.meta[ARGUMENTS], show=cfg is not None)
 
 
-@commands.command(
-    **listed("rltrain data +recipe=sft_tiny data=jsonl data.path=my.jsonl", panel=PANEL)
-)
+@commands.command(**listed("rltrain data recipe.yaml", panel=PANEL))
 def data(overrides: Overrides, config_dir: ConfigDir = None) -> int:
     """Show the data as the model sees them, and try the reward. Nothing starts."""
     from rltrain.cli.data_command import data
