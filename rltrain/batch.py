@@ -160,6 +160,7 @@ class Batch:
                 f"sequence {sequence}, token {at - int(self.offsets[sequence])}: expected ids from "
                 f"0 to {vocab_size - 1}, the rows of the model's embedding, found "
                 f"{int(self.tokens[at])}: the tokenizer is not the model's"
+                " [RL3006]"
             )
 
     def token_index(self, rows: Sequence[int]) -> Tensor:

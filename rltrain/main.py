@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rltrain.cli.failure import fail, interrupted, keep_traceback
 from rltrain.cli.typed_command import program
 from rltrain.config import Config
+from rltrain.config.error_codes import with_code
 from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.hydra_groups import (
     RECIPE_FILE,
@@ -154,10 +155,12 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
             composed = hydra_compose("config", overrides=[*overrides, *search])
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(reword(error)) from error
+        raise ConfigError(with_code(reword(error), "RL1009")) from error
     assert isinstance(values, dict)
     if "recipe" in values:
-        raise ConfigError("recipe: its file must begin with the line '# @package _global_'")
+        raise ConfigError(
+            "recipe: its file must begin with the line '# @package _global_' [RL1009]"
+        )
     return validate({str(key): value for key, value in values.items()})
 
 
@@ -189,7 +192,7 @@ def store_schema_and_recipes() -> None:
 def store_recipe(name: str, file: Path) -> None:
     node = OmegaConf.load(file)
     if not isinstance(node, DictConfig):
-        raise ConfigError(f"{file}: expected sections such as 'trainer:', found a list")
+        raise ConfigError(f"{file}: expected sections such as 'trainer:', found a list [RL1009]")
     ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_")
 
 
@@ -197,7 +200,7 @@ def reword(error: Exception) -> str:
     """The message of an error of Hydra or OmegaConf about a file, without internal details."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}: there is no option {option}. {nearest(option, error.options)}"
+        return f"{group}: there is no option {option}. {nearest(option, error.options)} [RL1007]"
     lines = [line.strip() for line in str(error).splitlines()]
     return "\n".join(line for line in lines if "object_type=" not in line)
 
@@ -223,9 +226,10 @@ def parse_override(text: str, groups: Groups) -> Override:
             f"{text}: expected name=value such as trainer.steps=5, +recipe=NAME or a recipe file "
             f"such as recipe.yaml, found {str(error).partition(chr(10))[0]}"
             f"{'; ' + advice if equals else no_override(text, groups)}"
+            " [RL1006]"
         ) from error
     if parsed.is_sweep_override():
-        raise ConfigError(f"{text}: a run takes one value; start one run for each")
+        raise ConfigError(f"{text}: a run takes one value; start one run for each [RL1006]")
     signed = parsed.get_key_element()
     name = signed.lstrip("+~")
     return Override(name, parsed.value(), signed.removesuffix(name))

@@ -21,6 +21,7 @@ from ray.exceptions import (
 from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process
 from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
 from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
+from rltrain.config.error_codes import with_code
 from rltrain.config.redact import strip_terminal_codes
 
 POLL_S = 5.0
@@ -29,6 +30,8 @@ DEATH_NOTICE_S = 5.0
 """How long after a failure the death of another actor may be reported as its cause."""
 NEAR_THE_END = 30
 """Lines. After a signal, an error further from the end of the log did not end the process."""
+CODES = {"raised": "RL4009", "died": "RL4007", "silent": "RL4008"}
+"""By kind of failure; an error that has a code of its own keeps it."""
 LOG_NAMES = {"rollout": "engine"}
 """Names of logs that differ from the role."""
 _KILLS_BEFORE = oom_kills()
@@ -44,7 +47,7 @@ class ActorFailed(RuntimeError):
     """
 
     def __init__(self, kind: Literal["raised", "died", "silent"], where: str, error: str) -> None:
-        super().__init__(f"{where}: {error}")
+        super().__init__(with_code(f"{where}: {error}", CODES[kind]))
         self.kind = kind
         self.where = where
 
@@ -147,10 +150,10 @@ def out_of_memory(role: str, error: str) -> str:
     if "outofmemoryerror" not in error.lower() and "out of memory" not in error.lower():
         return ""
     if role == "rollout":
-        return "\nLower rollout.gpu_memory_utilization or rollout.engine_args.max_num_seqs"
+        return "\nLower rollout.gpu_memory_utilization or rollout.engine_args.max_num_seqs [RL4011]"
     return (
         "\nLower policy.max_tokens_per_micro_batch, set policy.recompute=full, or split the model "
-        "over more ranks (rltrain plan shows what is held)"
+        "over more ranks (rltrain plan shows what is held) [RL4011]"
     )
 
 

@@ -56,7 +56,7 @@ def describe_kill(kills: int, memory: str) -> str:
         return (
             f"The kernel killed {kills} process{'es' * (kills > 1)} for lack of memory meanwhile; "
             f"{memory}. Lower policy.max_tokens_per_micro_batch, rollout.kv_cache_gib or the "
-            "number of ranks, or use a machine with more memory"
+            "number of ranks, or use a machine with more memory [RL4011]"
         )
     return f"It ran out of memory perhaps ({memory}): see the kernel's log (dmesg)"
 

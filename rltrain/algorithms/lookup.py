@@ -28,6 +28,7 @@ def find_by_name(
         raise ValueError(
             f"{kind}={name}: expected one of {', '.join(known)}, or one's own as "
             f"package.module.name; the nearest is {near}"
+            " [RL1011]"
         )
     try:
         part: Part = getattr(import_module(path), attribute)
@@ -35,8 +36,11 @@ def find_by_name(
         raise ValueError(
             f"{kind}={name}: expected {attribute} in a module {path} that can be imported, found: "
             f"{error}. Is its folder on PYTHONPATH?"
+            " [RL1011]"
         ) from error
     if not (callable(part) if of is None else isinstance(part, of)):
         expected = "a function" if of is None else of.__name__
-        raise ValueError(f"{kind}={name}: expected {expected}, found {type(part).__name__}")
+        raise ValueError(
+            f"{kind}={name}: expected {expected}, found {type(part).__name__} [RL1011]"
+        )
     return part

@@ -31,4 +31,5 @@ def require_finite(name: str, values: Tensor, mask: Tensor, seq_lens: Tensor) ->
             f"{name}: token {token} of sequence {sequence} has {float(values[bad[0]])}, expected a "
             f"finite number ({len(bad)} of {int(mask.sum())} response tokens have none): look for "
             "overflow in what computed them"
+            " [RL5005]"
         )

@@ -37,7 +37,9 @@ def compare(old_path: Path, new_path: Path) -> int:
     """
     old, new = read_results(old_path), read_results(new_path)
     if missing := sorted(old.keys() - new.keys()):
-        raise ValueError(f"{new_path}: expected results of {missing} too, as in {old_path}")
+        raise ValueError(
+            f"{new_path}: expected results of {missing} too, as in {old_path} [RL7005]"
+        )
     changes_of = {name: compare_results(old[name], new[name]) for name in sorted(old)}
     for name, changes in changes_of.items():
         sys.stdout.write(
@@ -62,14 +64,17 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(
                 f"{file}: expected what a command of benchmarks/ writes with --out, found "
                 f"{type(error).__name__}: {error}"
+                " [RL7005]"
             ) from error
         name = result["benchmark"]
         if name in results:
-            raise ValueError(f"{path}: expected one result of {name}, found two; name the files")
+            raise ValueError(
+                f"{path}: expected one result of {name}, found two; name the files [RL7005]"
+            )
         results[name] = result
     if not results:
         raise ValueError(
-            f"{path}: expected a result of benchmarks/ or a folder of them, found none"
+            f"{path}: expected a result of benchmarks/ or a folder of them, found none [RL7005]"
         )
     return results
 
@@ -85,7 +90,7 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chan
     if differ := [n for n in names if settings[0].get(n) != settings[1].get(n)]:
         was, is_now = ({name: s.get(name) for name in differ} for s in settings)
         raise ValueError(
-            f"{old['benchmark']}: expected the same settings, found {was} and {is_now}"
+            f"{old['benchmark']}: expected the same settings, found {was} and {is_now} [RL7005]"
         )
     changes = [_judge(n, was, now, 1) for n, was, now in _pairs(old["ratios"], new["ratios"])]
     if not _other_machine(old, new):

@@ -78,7 +78,7 @@ def _absolute(path: Path) -> Path:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)(KiB|MiB|GiB|)", text)
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"--max-file: expected a size like 512MiB or 1GiB, found {text}")
+        raise ValueError(f"--max-file: expected a size like 512MiB or 1GiB, found {text} [RL6008]")
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -98,7 +98,9 @@ def _find_checkpoint(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]
 
     if (source / HUGGINGFACE).is_dir() and not (source / NAME).exists():
         if step is not None:
-            raise ValueError(f"--step {step}: {source} is an imported checkpoint and has no steps")
+            raise ValueError(
+                f"--step {step}: {source} is an imported checkpoint and has no steps [RL6008]"
+            )
         return source, source / HUGGINGFACE, "hold"
     run, named = (source.parent.parent, source) if source.parent.name == FOLDER else (source, None)
     config = load_config(run)
@@ -108,18 +110,23 @@ def _find_checkpoint(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]
     checkpoint_of |= {step_of(path): path for path in checkpoints(run)}
     if named is not None:
         if named not in (*checkpoint_of.values(), last):
-            raise ValueError(f"{named}: expected a checkpoint, found none that is whole")
+            raise ValueError(f"{named}: expected a checkpoint, found none that is whole [RL6008]")
         if step is not None:
-            raise ValueError(f"--step {step}: {named} is one checkpoint already; drop --step")
+            raise ValueError(
+                f"--step {step}: {named} is one checkpoint already; drop --step [RL6008]"
+            )
         checkpoint_of = {int(read_state(named)["step"]): named}
     if not checkpoint_of:
         raise ValueError(
             f"{run}: expected a checkpoint to export, found none. A run that was ended before its "
             "last step has those of checkpoint.every=N alone, and checkpoint.last=false keeps no "
             "final weights"
+            " [RL6008]"
         )
     if step is not None and step not in checkpoint_of:
-        raise ValueError(f"--step {step}: {run} has the weights of steps {sorted(checkpoint_of)}")
+        raise ValueError(
+            f"--step {step}: {run} has the weights of steps {sorted(checkpoint_of)} [RL6008]"
+        )
     # What the run started from has the architecture and the tokenizer; the tiny model's are those
     # of its random weights.
     origin = config.model.path or build_random_model(config.model)
@@ -135,7 +142,7 @@ def _convert(
     work: Callable[["StoredModel", "TransferBar", int], None],
 ) -> int:
     if out.exists():
-        raise ValueError(f"{out} exists already: choose another folder to write to")
+        raise ValueError(f"{out} exists already: choose another folder to write to [RL6009]")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron would start up a GPU that nothing here uses
     from rltrain.policy.megatron.checkpoint_probe import stored_model
     from rltrain.tracking.progress import TransferBar
@@ -149,6 +156,7 @@ def _convert(
         raise RuntimeError(
             f"{out} not written: {error}. Nothing of it is left; free some space and run "
             "the same command again"
+            " [RL6005]"
         ) from error
     sys.stdout.write(f"{out}\n")
     return 0

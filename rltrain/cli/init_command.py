@@ -46,7 +46,9 @@ def write_run_folder(folder: Path, choices: Choices) -> None:
             with file.open("x", encoding="utf-8") as opened:
                 opened.write(text)
     except OSError as error:
-        raise ValueError(f"{folder}: expected a folder to write to, found: {error}") from error
+        raise ValueError(
+            f"{folder}: expected a folder to write to, found: {error} [RL6009]"
+        ) from error
 
 
 def check_folder(folder: Path) -> None:
@@ -56,11 +58,13 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"{folder}: expected the name of a new folder, found that of a file: rltrain init "
             f"{folder.with_suffix('')}"
+            " [RL6009]"
         )
     if not name.isprintable() or name != name.strip() or name.startswith("-"):
         raise ValueError(
             f"{str(folder)!r}: expected a name without control characters, spaces at its ends or a "
             "dash at its start, such as my_run"
+            " [RL6009]"
         )
     try:
         if folder.is_dir() and (inside := sorted(path.name for path in folder.iterdir())):
@@ -68,11 +72,16 @@ def check_folder(folder: Path) -> None:
             raise ValueError(
                 f"{folder}: expected a new or empty folder, found {', '.join(inside[:NUM_LISTED])}"
                 f"{more} in it. Nothing was written; choose another name"
+                " [RL6009]"
             )
         if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
-            raise ValueError(f"{folder}: expected a new or empty folder, found a file or a link")
+            raise ValueError(
+                f"{folder}: expected a new or empty folder, found a file or a link [RL6009]"
+            )
     except OSError as error:
-        raise ValueError(f"{folder}: expected a new or empty folder, found: {error}") from error
+        raise ValueError(
+            f"{folder}: expected a new or empty folder, found: {error} [RL6009]"
+        ) from error
 
 
 def checked_recipe(name: str, choices: Choices) -> tuple[str, Config]:

@@ -38,6 +38,7 @@ class RewardConfig(Section):
             raise ValueError(
                 f"function={self.function}: expected one of {', '.join(BUILT_IN_REWARDS)}, a "
                 "function of a file, e.g. reward.py:score, or of a module, e.g. my_rewards.score"
+                " [RL2009]"
             )
         return self
 
@@ -109,7 +110,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def file_sources_have_a_path(self) -> Self:
         if self.source in ("jsonl", "parquet", "huggingface") and self.path is None:
-            raise ValueError(f"source={self.source} reads a file: set data.path")
+            raise ValueError(f"source={self.source} reads a file: set data.path [RL2001]")
         return self
 
     @model_validator(mode="after")

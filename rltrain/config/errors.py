@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from rltrain.config.error_codes import codes_in
 from rltrain.config.reference import Key, keys, sections, show
 from rltrain.config.root import Config
 
@@ -55,14 +56,17 @@ def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
         return unknown_key(name)
     if detail["type"] == "value_error":
         error = detail["ctx"]["error"]
-        return f"{name + ': ' if name else ''}{error} (rule: {broken_rule(error)})"
+        code = next(iter(codes_in(str(error))), "RL1003")
+        message = str(error).removesuffix(f" [{code}]")
+        return f"{name + ': ' if name else ''}{message} (rule: {broken_rule(error)}) [{code}]"
     shown = show(detail["input"])
     while name and name not in by_name:  # a member of a union or a dictionary has a longer path
         if name in set(sections()):
-            return f"{name}: expected a section with keys of its own, found {shown}"
+            return f"{name}: expected a section with keys of its own, found {shown} [RL1002]"
         name = name.rpartition(".")[0]
     return (
         f"{name}: expected {by_name[name].type}, found {shown}{quoting_hint(by_name[name], detail)}"
+        " [RL1002]"
     )
 
 
@@ -87,10 +91,10 @@ def unknown_key(name: str, groups: Iterable[str] = ()) -> str:
     if name.removeprefix("rollout.") in OTHER_SAMPLING:
         return (
             f"{name}: there is no such key. Tokens are sampled from the whole distribution that is "
-            "trained; the importance ratio would be wrong for any other. Leave it out"
+            "trained; the importance ratio would be wrong for any other. Leave it out [RL1013]"
         )
     valid = [*(key.name for key in keys()), *(() if "." in name else groups)]
-    return f"{name or '(no name)'}: there is no such key. {nearest(name, valid)}"
+    return f"{name or '(no name)'}: there is no such key. {nearest(name, valid)} [RL1001]"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

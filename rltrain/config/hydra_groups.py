@@ -20,6 +20,7 @@ def conf_folder() -> Path:
             return folder
     raise ConfigError(
         f"expected conf/config.yaml in {package} or beside it, found neither: install rltrain again"
+        " [RL1009]"
     )
 
 
@@ -36,13 +37,15 @@ def find_groups(config_dir: Path | None = None) -> Groups:
         ConfigError: there is no such folder, or a file of it has the name of one of ours.
     """
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir: expected a folder, found none at {config_dir}")
+        raise ConfigError(f"--config-dir: expected a folder, found none at {config_dir} [RL1009]")
     groups: Groups = {"recipe": find_recipes()}
     for folder in (conf_folder(), config_dir):
         for file in sorted(folder.glob("*/*.yaml")) if folder else ():
             options = groups.setdefault(file.parent.name, {})
             if file.stem in options:
-                raise ConfigError(f"{file}: rltrain has {options[file.stem]}: rename your file")
+                raise ConfigError(
+                    f"{file}: rltrain has {options[file.stem]}: rename your file [RL1009]"
+                )
             options[file.stem] = file
     return groups
 
@@ -55,7 +58,9 @@ def split_recipe_file(arguments: Sequence[str]) -> tuple[list[str], Path | None]
     """
     names = [name for name in arguments if "=" not in name and name.endswith((".yaml", ".yml"))]
     if len(names) > 1:
-        raise ConfigError(f"expected one recipe file, found {len(names)}: {', '.join(names)}")
+        raise ConfigError(
+            f"expected one recipe file, found {len(names)}: {', '.join(names)} [RL1008]"
+        )
     overrides = [argument for argument in arguments if argument not in names]
     if not names:
         return overrides, None
@@ -65,6 +70,7 @@ def split_recipe_file(arguments: Sequence[str]) -> tuple[list[str], Path | None]
         raise ConfigError(
             f"{file}: there is no such recipe file in {Path.cwd()}. "
             + (f"Here: {', '.join(near[:4])}" if near else "`rltrain init FOLDER` writes one")
+            + " [RL1007]"
         )
     return [f"+recipe={RECIPE_FILE}", *overrides], file
 

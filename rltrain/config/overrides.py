@@ -30,13 +30,15 @@ def check_overrides(overrides: Sequence[Override], groups: Groups) -> None:
     chosen = Counter(override.name for override in overrides if override.name in groups)
     for name, times in chosen.items():
         if times > 1:
-            raise ConfigError(f"{name}: expected one choice, found {times}")
+            raise ConfigError(f"{name}: expected one choice, found {times} [RL1008]")
 
 
 def check_one(override: Override, groups: Groups) -> None:
     name, value = override.name, override.value
     if override.sign == "~":
-        raise ConfigError(f"~{name}: nothing can be taken out: set {name} to another value")
+        raise ConfigError(
+            f"~{name}: nothing can be taken out: set {name} to another value [RL1006]"
+        )
     if isinstance(value, dict) and name in set(sections()):
         for key, inner in value.items():
             check_one(Override(f"{name}.{key}", inner, override.sign), groups)
@@ -51,11 +53,17 @@ def check_choice(override: Override, options: Iterable[str]) -> None:
     if name == "recipe" and value.endswith((".yaml", ".yml")):
         raise ConfigError(f"+recipe={value}: a recipe file is given without +recipe=: {value}")
     if value not in options:
-        raise ConfigError(f"{name}={value}: there is no such {name}. {nearest(value, options)}")
+        raise ConfigError(
+            f"{name}={value}: there is no such {name}. {nearest(value, options)} [RL1007]"
+        )
     if name == "recipe" and override.sign != "+":
-        raise ConfigError(f"recipe={value}: a recipe is added with a plus: +recipe={value}")
+        raise ConfigError(
+            f"recipe={value}: a recipe is added with a plus: +recipe={value} [RL1008]"
+        )
     if name != "recipe" and override.sign:
-        raise ConfigError(f"+{name}={value}: {name} always has a choice: write {name}={value}")
+        raise ConfigError(
+            f"+{name}={value}: {name} always has a choice: write {name}={value} [RL1008]"
+        )
 
 
 def check_key(override: Override, groups: Groups) -> None:
@@ -66,4 +74,4 @@ def check_key(override: Override, groups: Groups) -> None:
     if name not in known and name not in set(sections()):
         raise ConfigError(unknown_key(name, groups))
     if override.sign == "+":
-        raise ConfigError(f"+{name}: the key exists already: write it without the plus")
+        raise ConfigError(f"+{name}: the key exists already: write it without the plus [RL1008]")

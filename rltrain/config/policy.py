@@ -52,6 +52,7 @@ class ParallelConfig(Section):
                 f"ep*etp={self.ep * self.etp} does not divide "
                 f"tp*cp*dp={self.tp * self.cp * self.dp}: expert parallelism spans those ranks. "
                 "Raise dp or lower ep"
+                " [RL1010]"
             )
         return self
 

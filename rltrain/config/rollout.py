@@ -133,6 +133,7 @@ class RolloutConfig(Section):
                 raise ValueError(
                     f"engine_args.{name}: {why}, and the importance ratio would not know: leave it "
                     "out"
+                    " [RL1013]"
                 )
         return self
 
@@ -154,6 +155,7 @@ class RolloutConfig(Section):
                 "engine_args.speculative_config.rejection_sample_method=synthetic accepts drafts "
                 "whatever the policy gives them, and the importance ratio would not know: leave it "
                 "out"
+                " [RL1013]"
             )
         return self
 
@@ -176,6 +178,7 @@ class RolloutConfig(Section):
                 f"engine_args.data_parallel_size={copies}: vLLM would answer for the first of its "
                 "data-parallel ranks alone, so that nothing could tell whether weights reached "
                 "the others, and would spread requests by load: use num_engines"
+                " [RL1013]"
             )
         return self
 
@@ -192,6 +195,6 @@ class RolloutConfig(Section):
     def engine_args_leave_our_own_alone(self) -> Self:
         if owned := sorted(OWNED_ENGINE_ARGS & self.engine_args.keys()):
             raise ValueError(
-                f"engine_args may not set {owned}: the trainer sets them from its own keys"
+                f"engine_args may not set {owned}: the trainer sets them from its own keys [RL1013]"
             )
         return self

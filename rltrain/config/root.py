@@ -68,6 +68,7 @@ class Config(Section):
         if prompts % parts:
             raise ValueError(
                 f"trainer.mini_batches={parts} does not divide trainer.prompts_per_step={prompts}"
+                " [RL1004]"
             )
         return self
 
@@ -81,6 +82,7 @@ class Config(Section):
                 f"sequences of a mini-batch (trainer.prompts_per_step="
                 f"{self.trainer.prompts_per_step} * {group} per prompt / "
                 f"trainer.mini_batches={self.trainer.mini_batches})"
+                " [RL1004]"
             )
         return self
 
@@ -95,6 +97,7 @@ class Config(Section):
                 raise ValueError(
                     f"policy.{key}={budget} is less than one sequence can take ({longest} = "
                     "data.max_prompt_tokens + rollout.max_response_tokens)"
+                    " [RL1005]"
                 )
         return self
 

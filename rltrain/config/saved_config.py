@@ -67,7 +67,7 @@ def load_config(run: Path) -> Config:
     """
     path = run / NAME
     if not path.is_file():
-        raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it")
+        raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it [RL7001]")
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     for (section, key), value in REMOVED_KEYS.items():
         _take_out(values, section, key, value)

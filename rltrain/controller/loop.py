@@ -180,7 +180,9 @@ class Trainer(Loop):
         if replay.mode == "r3":
             wrong = route_gate.wrong_routes(batch, agreement, flips, self.arch.experts_per_token)
             if wrong is not None and replay.gate == "stop":
-                raise RuntimeError(f"{wrong}. routing_replay.gate=warn goes on all the same")
+                raise RuntimeError(
+                    f"{wrong}. routing_replay.gate=warn goes on all the same [RL5003]"
+                )
             if wrong is not None:
                 logger.warning("%s", wrong)
         return route_gate.flip_metrics(agreement, flips)

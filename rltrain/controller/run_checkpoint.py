@@ -122,6 +122,7 @@ def _write(
             f"checkpoint of step {state['step']} not written to {target}: {error}\n"
             f"{_free(target)} Older checkpoints are untouched; go on from the newest with "
             "trainer.resume=auto"
+            " [RL6005]"
         ) from error
     return target
 
@@ -180,13 +181,14 @@ def check_model(path: Path, model: "ModelIdentity", *, trust: bool) -> None:
         raise ValueError(
             f"{path} does not say which model it is of: a version of rltrain before 0.1.1 wrote "
             "it. Set checkpoint.trust=true if you know that it is of this model"
+            " [RL6007]"
         )
     if saved is not None and (differences := identity_differences(saved, model)):
         raise ValueError(
             f"{path} is of another model than model.path:\n"
             + "\n".join(f"  {line}" for line in differences)
             + "\nGo on with the model that the run began with, or start anew in another "
-            "trainer.output_dir"
+            "trainer.output_dir [RL6003]"
         )
 
 
@@ -209,6 +211,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path / STATE} cannot be read ({error}). Remove {path} to go on from an older "
             "checkpoint"
+            " [RL6004]"
         ) from error
     return state
 
@@ -233,6 +236,7 @@ def restore(
             raise ValueError(
                 f"{path} was saved by a run without a {folder}: go on with the configuration "
                 "of that run, or start anew in another trainer.output_dir"
+                " [RL6006]"
             )
     for group in groups:
         group.load(path)
@@ -247,6 +251,7 @@ def verify(path: Path, run_dir: Path, *, trust: bool) -> None:
         raise ValueError(
             f"{path} is not from this run's folder {run_dir}. A checkpoint holds pickles, which "
             "can run any code: set checkpoint.trust=true only if you know who wrote it"
+            " [RL6007]"
         )
     check_manifest(path)
 

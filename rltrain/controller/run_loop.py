@@ -188,6 +188,7 @@ def is_finished(config: Config) -> bool:
             f"trainer.resume=auto: the run in {run_dir} is finished and has no checkpoint to go on "
             "from (checkpoint.every was 0), so it would start again. Choose another "
             "trainer.output_dir"
+            " [RL6006]"
         )
     done = checkpoint.step_of(saved[-1])
     if done < config.trainer.steps:

@@ -166,4 +166,5 @@ def check_overlap(
                 f"captured in the rollout, expected routing_replay.min_overlap={min_overlap} or "
                 f"more (chance is {experts_per_token / num_experts:.3f}). The routes are not those "
                 "of these tokens, this layer or these weights"
+                " [RL5002]"
             )

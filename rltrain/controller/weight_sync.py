@@ -92,6 +92,7 @@ def check_shared(receivers: Sequence[str], senders: Sequence[str]) -> None:
         raise ValueError(
             f"rollout.weight_transfer=ipc: expected a policy rank on the GPU of every engine "
             f"worker, found none on {alone}: use rollout.weight_transfer=broadcast"
+            " [RL4010]"
         )
 
 

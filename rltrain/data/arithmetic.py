@@ -34,6 +34,7 @@ def arithmetic_rows(
             f"arithmetic has {NUM_PROBLEMS} problems and {wanted} are wanted "
             f"({size} to train on, {eval_size} held out, {num_warm_start} for the warm start): "
             "lower data.size, data.eval_size or model.tiny.warm_start.num_problems"
+            " [RL2006]"
         )
     rows = [
         {"prompt": f"{''.join(map(str, digits))}=", "answer": str(sum(digits))}

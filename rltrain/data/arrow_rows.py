@@ -31,7 +31,7 @@ def parquet_rows(file: Path) -> Iterator[Row | BadRow]:
             yield from table_rows(parquet.iter_batches(batch_size=BATCH))
     except pyarrow.ArrowException as error:
         advice = ": set data=jsonl to read JSON" if ".json" in file.suffixes else ""
-        raise ValueError(f"{file} is not a Parquet file: {error}{advice}") from error
+        raise ValueError(f"{file} is not a Parquet file: {error}{advice} [RL2003]") from error
 
 
 def table_rows(batches: Iterable[Any]) -> Iterator[Row | BadRow]:
@@ -40,7 +40,7 @@ def table_rows(batches: Iterable[Any]) -> Iterator[Row | BadRow]:
         names = batch.schema.names
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"the table has the column {twice!r} twice: rename one")
+            raise ValueError(f"the table has the column {twice!r} twice: rename one [RL2003]")
         labels = labels_of(batch.schema.metadata or {})
         try:
             rows = batch.to_pylist()

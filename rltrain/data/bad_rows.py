@@ -1,5 +1,6 @@
 """Rows that cannot be used: their errors and counts."""
 
+from rltrain.config.error_codes import with_code
 from rltrain.data.source_report import Dropped
 
 
@@ -32,9 +33,8 @@ class Tally:
         """
         message = f"{where}: {error}"
         if not self.drop:
-            raise ValueError(
-                f"{message} (data.on_bad_row=drop leaves out rows that cannot be used)"
-            ) from error
+            advice = "data.on_bad_row=drop leaves out rows that cannot be used"
+            raise ValueError(with_code(f"{message} ({advice})", "RL2004")) from error
         self.count(error.reason, message, number)
 
     def count(self, reason: str, message: str, number: int = 1) -> None:
@@ -49,7 +49,8 @@ class Tally:
         """Raises ValueError when all of ``num_rows`` rows were left out."""
         if self.total == num_rows:
             most = max(self.dropped.values(), key=lambda dropped: dropped.count)
-            raise ValueError(
+            message = (
                 f"{source}: none of the {num_rows} rows can be used, {most.count} of them for this "
                 f"reason: {most.first}"
             )
+            raise ValueError(with_code(message, "RL2004"))

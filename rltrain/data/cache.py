@@ -21,6 +21,7 @@ def save_atomically(path: Path, save: Callable[[Path], object]) -> None:
         raise ValueError(
             f"cannot write to {path.parent} ({error.strerror}): set model.cache_dir to a folder "
             "that can be written"
+            " [RL6001]"
         ) from error
     try:
         save(folder)

@@ -50,7 +50,7 @@ def variables_of(template: str) -> frozenset[str]:
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))
     except TemplateError as error:
-        raise ValueError(f"the tokenizer's chat_template is broken: {error}") from error
+        raise ValueError(f"the tokenizer's chat_template is broken: {error} [RL2008]") from error
 
 
 def template_of(tokenizer: Templated, tools: object = None) -> str:
@@ -63,6 +63,7 @@ def template_of(tokenizer: Templated, tools: object = None) -> str:
         raise ValueError(
             "the prompt is chat messages and the model's tokenizer has no chat_template: "
             "use a model that has one, or give the prompt as text"
+            " [RL2008]"
         )
     return tokenizer.get_chat_template(None, tools)
 
@@ -82,6 +83,7 @@ def check_arguments(template: str, arguments: Iterable[str]) -> None:
             raise ValueError(
                 f"the model's chat template does not read {name!r}, and {source}: it would have no "
                 f"effect. Arguments that it reads: {others}"
+                " [RL2008]"
             )
 
 

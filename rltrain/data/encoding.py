@@ -112,7 +112,7 @@ def _is_long(entry: DistinctExample, tokens: Tokens, config: DataConfig, tally: 
     )
     if config.on_long_prompt == "error":
         raise ValueError(
-            f"{message}: raise it, or set data.on_long_prompt=drop to leave such rows out"
+            f"{message}: raise it, or set data.on_long_prompt=drop to leave such rows out [RL2005]"
         )
     tally.count("the prompt is too long", message, entry.count)
     return True

@@ -77,6 +77,7 @@ def read_example(
             f"{where}: the prompt in column {config.prompt_column!r} is text, which no chat "
             "template reads, and data.tools_column and data.template_args are for one: set "
             "data.as_chat=true, or drop them"
+            " [RL2008]"
         )
     answer = _answer(row, config, rule, last, where)
     return Example(prompt, tools, answer, _others(row, config), where)
@@ -91,6 +92,7 @@ def _answer(
             raise ValueError(
                 f"{where}: both column {name!r} and the assistant's last turn can be the answer: "
                 "set data.last_turn=drop for the column, or data.answer_column=null for the turn"
+                " [RL2002]"
             )
         return read_answer(last, config.prompt_column, rule, pattern)
     if name is None:
@@ -121,9 +123,10 @@ def _column(row: Mapping[str, Any], use: str, config: DataConfig) -> object:
             missing,
             "it is a preference pair (chosen, rejected), which rltrain does not train on. To teach "
             "the chosen responses set data.prompt_column and data.answer_column, or for messages "
-            "data.prompt_column=chosen data.answer_column=null data.last_turn=answer",
+            "data.prompt_column=chosen data.answer_column=null data.last_turn=answer"
+            " [RL2002]",
         )
-    raise BadRow(missing, f"columns found: {listed(row)}. {_suggest(row, use, config)}")
+    raise BadRow(missing, f"columns found: {listed(row)}. {_suggest(row, use, config)} [RL2002]")
 
 
 def _suggest(row: Mapping[str, Any], use: str, config: DataConfig) -> str:

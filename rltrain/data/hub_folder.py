@@ -23,7 +23,7 @@ def saved_dataset(folder: Path, split: str, name: str | None) -> Iterator[Any] |
         return None
     if name is not None:
         raise ValueError(
-            f"{folder} is a saved dataset, without configurations: drop data.name={name}"
+            f"{folder} is a saved dataset, without configurations: drop data.name={name} [RL2014]"
         )
     # Slow to import, and only this source needs it.
     from datasets import DatasetDict, load_from_disk
@@ -31,7 +31,7 @@ def saved_dataset(folder: Path, split: str, name: str | None) -> Iterator[Any] |
     try:
         dataset = load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} cannot be read as a saved dataset: {error}") from error
+        raise ValueError(f"{folder} cannot be read as a saved dataset: {error} [RL2003]") from error
     if isinstance(dataset, DatasetDict):
         _check_split(folder, split, dataset)
         dataset = dataset[split]
@@ -55,11 +55,12 @@ def split_files(folder: Path, split: str, name: str | None) -> list[Path]:
             choice = "none is chosen" if name is None else f"{name} is none of them"
             raise ValueError(
                 f"{folder} has the configurations {', '.join(names)} and {choice}: set data.name"
+                " [RL2014]"
             )
         data_files = load_dataset_builder(str(folder), name=name).config.data_files
     except (OSError, DatasetsError) as error:
         raise ValueError(
-            f"{folder} cannot be read as a dataset folder laid out as on the hub: {error}"
+            f"{folder} cannot be read as a dataset folder laid out as on the hub: {error} [RL2003]"
         ) from error
     by_split = {
         str(key): [str(file) for file in files] for key, files in (data_files or {}).items()
@@ -73,23 +74,27 @@ def split_files(folder: Path, split: str, name: str | None) -> list[Path]:
         raise ValueError(
             f"{folder}: files of split {split} lie in {', '.join(folders)}, which may be "
             "configurations of their own: set data.path to one of them"
+            " [RL2014]"
         )
     return files
 
 
 def _check_split(folder: Path, split: str, splits: Any) -> None:
     if split not in splits:
-        raise ValueError(f"{folder} has no split {split!r} but {', '.join(splits)}: set data.split")
+        raise ValueError(
+            f"{folder} has no split {split!r} but {', '.join(splits)}: set data.split [RL2014]"
+        )
 
 
 def _check_file(file: Path, folder: Path) -> None:
     plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
     if not file.is_file():
         raise ValueError(
-            f"{folder}: its README names {file}, which is no file here; fetch it first"
+            f"{folder}: its README names {file}, which is no file here; fetch it first [RL2003]"
         )
     if plain.suffix.lower() not in READ:
         raise ValueError(
             f"{folder}: found {file.name}, expected files ending in {', '.join(READ)}: convert "
             "them first, keeping answers as text"
+            " [RL2003]"
         )

@@ -52,14 +52,14 @@ def json_rows(file: Path) -> Iterator[Row | BadRow | SameAs]:
             start = content.peek(4096)[:4096].removeprefix(BYTE_ORDER_MARK)
             for magic, advice in LOOKS_LIKE:
                 if start.startswith(magic):
-                    raise ValueError(f"{file} is not JSON: {advice}")
+                    raise ValueError(f"{file} is not JSON: {advice} [RL2003]")
             array = None
             if start.lstrip().startswith(b"["):
                 array = _array(content.read(), file)
                 content.seek(0)
             yield from _lines(content, file) if array is None else map(_row, array)
     except EOFError as error:
-        raise ValueError(f"{file} is cut off: {error}") from error
+        raise ValueError(f"{file} is cut off: {error} [RL2003]") from error
 
 
 def _open(file: Path) -> Any:
@@ -137,7 +137,7 @@ def _array(content: bytes, file: Path) -> list[Any] | None:
     except ValueError as error:
         if str(error).startswith("Extra data"):
             return None
-        raise ValueError(f"{file} is not JSON: {_why(error)}") from error
+        raise ValueError(f"{file} is not JSON: {_why(error)} [RL2003]") from error
     assert isinstance(value, list)
     return value
 
@@ -154,4 +154,5 @@ def _check_is_lines(file: Path) -> None:
         raise ValueError(
             f"{file} is one JSON object over several lines, with {keys}: expected one object per "
             "line, or an array of objects (pandas: to_json(..., orient='records'))"
+            " [RL2003]"
         )

@@ -61,6 +61,7 @@ class PromptLoader:
                 "the checkpoint's data position was saved with other data, data.seed, "
                 "trainer.seed, trainer.prompts_per_step or rollout.oversample: resume with those "
                 "of the checkpoint, or start anew"
+                " [RL6006]"
             )
         self._loader.load_state_dict(state["loader"])
         self._iterator = None

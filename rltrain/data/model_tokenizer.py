@@ -48,7 +48,8 @@ def _loaded(loader: Any, folder: Path, **options: Any) -> Any:
             raise ValueError(
                 f"{folder} has no tokenizer: expected {' or '.join(_SOURCES)}. Copy the files of "
                 "the model's tokenizer there"
+                " [RL3005]"
             ) from error
         raise ValueError(
-            f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+            f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: {error} [RL3005]"
         ) from error

@@ -97,6 +97,7 @@ def _first_fit(seq_lens: Sequence[int], max_tokens: int) -> list[list[int]]:
             raise ValueError(
                 f"a sequence has {seq_lens[row]} tokens, more than a micro-batch may hold "
                 f"({max_tokens}): raise policy.max_tokens_per_micro_batch"
+                " [RL1005]"
             )
         fit = next((i for i, free in enumerate(space) if free >= seq_lens[row]), None)
         if fit is None:

@@ -51,12 +51,15 @@ def find_files(source: str, path: str, key: str = "data.path") -> list[Path]:
         raise ValueError(
             f"{key}={path}: rltrain downloads nothing. Fetch it first, e.g. with hf download "
             "ORGANISATION/NAME --repo-type dataset --local-dir FOLDER"
+            " [RL2001]"
         )
     where = Path(path).expanduser()
     if source != "huggingface" and glob.has_magic(path) and not os.path.lexists(where):
         files = [Path(name) for name in sorted(glob.glob(str(where), recursive=True))]
         if not files:
-            raise ValueError(f"{key}={path}: no file matches this pattern{_from_here(where)}")
+            raise ValueError(
+                f"{key}={path}: no file matches this pattern{_from_here(where)} [RL2001]"
+            )
     else:
         _check_exists(where, path, key)
         files = [where]
@@ -72,16 +75,18 @@ def _check_exists(where: Path, path: str, key: str) -> None:
         if where.exists():
             return
         if where.is_symlink():
-            raise ValueError(f"{key}={path}: a link to {os.readlink(where)}, where nothing is")
+            raise ValueError(
+                f"{key}={path}: a link to {os.readlink(where)}, where nothing is [RL2001]"
+            )
     except PermissionError as error:
-        raise ValueError(f"{key}={path}: no permission to look there") from error
+        raise ValueError(f"{key}={path}: no permission to look there [RL2001]") from error
     hub = ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not where.suffix:
         hub = (
             f". To fetch a dataset of the Hugging Face hub: hf download {path} --repo-type dataset "
             "--local-dir FOLDER"
         )
-    raise ValueError(f"{key}: there is no file or folder {where}{_from_here(where)}{hub}")
+    raise ValueError(f"{key}: there is no file or folder {where}{_from_here(where)}{hub} [RL2001]")
 
 
 def _from_here(where: Path) -> str:
@@ -94,14 +99,17 @@ def _check_readable(file: Path, source: str, key: str) -> None:
             raise ValueError(
                 f"{key}={file}: expected a dataset folder, found a file: set data=jsonl or "
                 "data=parquet to read it"
+                " [RL2003]"
             )
     elif not stat.S_ISREG(file.stat().st_mode):
-        raise ValueError(f"{key}={file}: expected a file, found a folder, pipe or device")
+        raise ValueError(f"{key}={file}: expected a file, found a folder, pipe or device [RL2001]")
     elif not _fits(file, source) and (advice := OTHER_FORMATS.get(file.suffix.lower())):
         advice = advice.format(file, file.with_suffix(""))
-        raise ValueError(f"{key}={file}: source={source} does not read this file; {advice}")
+        raise ValueError(
+            f"{key}={file}: source={source} does not read this file; {advice} [RL2003]"
+        )
     if not os.access(file, os.R_OK):
-        raise ValueError(f"{key}={file}: no permission to read it")
+        raise ValueError(f"{key}={file}: no permission to read it [RL2001]")
 
 
 def _fits(file: Path, source: str) -> bool:
@@ -114,11 +122,12 @@ def _fits(file: Path, source: str) -> bool:
 def _files_in(folder: Path, source: str, key: str) -> list[Path]:
     """The data files of a folder, without those of its subfolders."""
     if not os.access(folder, os.R_OK | os.X_OK):
-        raise ValueError(f"{key}={folder}: no permission to look into this folder")
+        raise ValueError(f"{key}={folder}: no permission to look into this folder [RL2001]")
     names = {file.name for file in folder.iterdir()}
     if names & {"state.json", "dataset_dict.json"}:
         raise ValueError(
             f"{key}={folder} is a folder that Dataset.save_to_disk wrote: set data=huggingface"
+            " [RL2003]"
         )
     files = sorted(
         file
@@ -129,7 +138,9 @@ def _files_in(folder: Path, source: str, key: str) -> list[Path]:
     if not files:
         inner = sorted(child.name for child in folder.iterdir() if child.is_dir())
         below = f"; its folders are {', '.join(inner[:8])}" if inner else ""
-        raise ValueError(f"{key}={folder}: the folder holds no file ending in {expected}{below}")
+        raise ValueError(
+            f"{key}={folder}: the folder holds no file ending in {expected}{below} [RL2001]"
+        )
     check_one_split(files, key, f"a pattern such as {folder}/train*")
     return files
 
@@ -142,4 +153,5 @@ def check_one_split(files: Sequence[Path], key: str, remedy: str) -> None:
         raise ValueError(
             f"{key}: the {len(files)} files of {files[0].parent} are of several splits ({named}): "
             f"set {remedy}, or data=huggingface and data.split"
+            " [RL2014]"
         )

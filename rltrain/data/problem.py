@@ -70,6 +70,7 @@ class Problems:
                     "Sets must not overlap, or the evaluation measures memory: take them out of "
                     "one. To measure memory on purpose drop data.eval_path and set "
                     "data.eval_on_train=true"
+                    " [RL2007]"
                 )
             seen |= {p.id: name for p in problems}
 
@@ -77,12 +78,13 @@ class Problems:
 def check_step_size(num_problems: int, prompts_per_step: int, repeat: bool = False) -> None:
     """Raise ValueError if there are too few problems for a step. With ``repeat`` one is enough."""
     if num_problems == 0:
-        raise ValueError("there are no problems to train on")
+        raise ValueError("there are no problems to train on [RL2006]")
     if num_problems < prompts_per_step and not repeat:
         raise ValueError(
             f"a step takes {prompts_per_step} different prompts (trainer.prompts_per_step and "
             f"what rollout.oversample adds) and there are {num_problems}: lower it, add data, or "
             "let a step take a prompt several times with data.repeat_in_step=true"
+            " [RL2006]"
         )
 
 

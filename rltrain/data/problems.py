@@ -141,6 +141,7 @@ def _split(
             f"{len(problems)} problems leave none to train on after data.eval_size="
             f"{config.eval_size} are held out: lower it, set data.eval_path, hold out none with "
             "data.eval_size=0, or evaluate on training problems with data.eval_on_train=true"
+            " [RL2006]"
         )
     rest = tuple(problem for problem in shuffled if problem.id in held_out)
     return Problems(train, rest, reports=(report,))

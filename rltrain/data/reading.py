@@ -86,7 +86,7 @@ class Reading:
                     "%s: read %d rows, %d different", self.where, self.num_rows, len(self.entries)
                 )
         if not self.num_rows:
-            raise ValueError(f"{self.where} has no rows: a dataset needs at least one")
+            raise ValueError(f"{self.where} has no rows: a dataset needs at least one [RL2006]")
 
     def _outcome(self, row: Mapping[str, Any] | BadRow, at: SourceRow) -> DistinctExample | BadRow:
         if isinstance(row, BadRow):

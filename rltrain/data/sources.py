@@ -49,7 +49,7 @@ def read_rows(
         try:
             yield from numbered(parquet_rows(file) if parquet else json_rows(file), str(file))
         except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
+            raise ValueError(f"{file} cannot be read: {error} [RL2001]") from error
 
 
 def numbered(rows: Iterable[Row | BadRow | SameAs], file: str) -> Iterator[SourceRow]:
@@ -69,7 +69,9 @@ def reasoning_gym_rows(config: DataConfig, num_rows: int) -> Iterator[Row]:
             config.task, size=num_rows, seed=config.seed, **config.task_options
         )
     except (ValueError, TypeError, AssertionError) as error:
-        raise ValueError(f"reasoning-gym refuses data.task={config.task}: {error}") from error
+        raise ValueError(
+            f"reasoning-gym refuses data.task={config.task}: {error} [RL2015]"
+        ) from error
     for item in items:
         row = {"question": item["question"], "metadata": item["metadata"]}
         row[config.prompt_column] = item["question"]

@@ -33,6 +33,7 @@ def with_targets(
             f"counted, and rollout.max_response_tokens is {max_tokens} ({len(encoded) - len(kept)} "
             f"of {len(encoded)} answers are longer): raise it, or set data.on_long_prompt=drop to "
             "leave such rows out"
+            " [RL2005]"
         )
     logger.warning(
         "left out %d of %d rows with a long answer", len(encoded) - len(kept), len(encoded)
@@ -51,6 +52,7 @@ def _text(problem: Problem) -> str:
         f"{_place(problem)} is {shorten(repr(answer))} ({type(answer).__name__}): expected text, "
         "which supervised steps teach as it is. Name the column that has it with "
         "data.answer_column, or write the answers as text"
+        " [RL2002]"
     )
 
 

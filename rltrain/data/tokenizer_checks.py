@@ -47,6 +47,7 @@ def check_tokenizer(tokenizer: Any, folder: Path) -> None:
                 of_file = _shown(theirs, raw.decode(theirs, skip_special_tokens=False))
                 raise ValueError(
                     f"{folder}: {_differ(tokenizer, text)} and its {TOKENIZER} {of_file}. {_REMEDY}"
+                    " [RL3005]"
                 )
     check_round_trip(tokenizer, folder)
 
@@ -59,6 +60,7 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
             raise ValueError(
                 f"rollout.stop: {stop!r} becomes {text!r} in the model's tokenizer, so that no "
                 "response would ever end at it: expected text that the tokenizer keeps"
+                " [RL1013]"
             )
 
 
@@ -70,6 +72,7 @@ def check_round_trip(tokenizer: Any, where: object) -> None:
             f"{where}: its tokenizer loses spaces: it makes {_shown(ids, decoded)} of "
             f"{SENTENCE!r}. Its files may have been saved from a tokenizer that was loaded "
             "wrongly: fetch them again"
+            " [RL3005]"
         )
 
 
@@ -91,12 +94,14 @@ def check_auto_tokenizer(tokenizer: Any, folder: Path) -> None:
                 raise ValueError(
                     f"{folder}: {_differ(tokenizer, text, special)} and transformers' "
                     f"{type(auto).__name__}, which AutoTokenizer takes it for, {of_auto}. {_REMEDY}"
+                    " [RL3005]"
                 )
     if auto.eos_token_id != tokenizer.eos_token_id:
         raise ValueError(
             f"{folder}: the end-of-sequence token is {tokenizer.eos_token!r} by "
             f"tokenizer_config.json and {auto.eos_token!r} for AutoTokenizer, which takes the "
             f"default of {type(auto).__name__}: write eos_token into tokenizer_config.json"
+            " [RL3005]"
         )
 
 

@@ -42,6 +42,7 @@ def check_vocabulary(
             f"{folder}: its tokenizer has {len(beyond)} tokens without a row of the model's "
             f"embedding ({first}): expected ids from 0 to {rows - 1} (vocab_size in config.json). "
             f"{_RESIZE}"
+            " [RL3006]"
         )
 
 
@@ -53,6 +54,7 @@ def check_ids(ids: Sequence[int], rows: int, where: str, tokenizer: Any = None) 
         raise ValueError(
             f"{where}: token {at} has id {token_id}{token}, and the model's embedding has {rows} "
             f"rows (ids 0 to {rows - 1}, vocab_size in config.json). {_RESIZE}"
+            " [RL3006]"
         )
 
 
@@ -79,12 +81,14 @@ def check_special_ids(tokenizer: Any, folder: Path | None, rows: int, *, supervi
                 raise ValueError(
                     f"{where}: {name}={value!r}: expected ids from 0 to {rows - 1}, the rows of "
                     "the model's embedding (vocab_size in config.json)"
+                    " [RL3006]"
                 )
     ends = [value for (_, name), value in named.items() if name == "eos_token_id"]
     if tokenizer.eos_token_id is None and (supervised or all(end in (None, []) for end in ends)):
         raise ValueError(
             f"{folder}: no end-of-sequence token: no response would ever end. Write eos_token into "
             "tokenizer_config.json, e.g. the token that ends a turn in the chat template"
+            " [RL3006]"
         )
 
 
@@ -94,7 +98,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise ValueError(f"{file} is not JSON: {error} [RL3001]") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(content).__name__}")
+        raise ValueError(f"{file}: expected a JSON object, found {type(content).__name__} [RL3001]")
     return content

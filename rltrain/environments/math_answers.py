@@ -57,11 +57,14 @@ def parse_answer(answer: str) -> list[Any]:
         text = rf"\text{{{text}}}"
     parsed = _parse(text)
     if not parsed or isinstance(parsed[0], str):
-        raise ValueError(f"math-verify finds no mathematics in the answer {answer!r}: {ADVICE}")
+        raise ValueError(
+            f"math-verify finds no mathematics in the answer {answer!r}: {ADVICE} [RL2013]"
+        )
     if unread := _unread(_plain_numbers(text), parsed[0]):
         raise ValueError(
             f"math-verify reads the answer {answer!r} as {parsed[0]} and leaves out {unread!r}: "
             f"{ADVICE}"
+            " [RL2013]"
         )
     return parsed
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from rltrain.config.data import RewardConfig
+from rltrain.config.error_codes import with_code
 from rltrain.environments.rewards import judgement
 from rltrain.environments.worker_process import WorkerProcess, wait
 
@@ -91,7 +92,7 @@ class RewardPool:
                 for worker in self._workers:
                     worker.listen()
                     if why := worker.start_failure():
-                        raise ValueError(why)
+                        raise ValueError(with_code(why, "RL2009"))
         except BaseException:
             self.close()
             raise
@@ -172,7 +173,9 @@ class RewardPool:
         if not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts == MOST_FAILED_STARTS:
-                raise RuntimeError(f"{self._failed_starts} times in a row: {failure.detail}")
+                raise RuntimeError(
+                    f"{self._failed_starts} times in a row: {failure.detail} [RL2010]"
+                )
         elif worker.assigned:
             first = worker.assigned[0]
             # A worker that died before it began its first sample does not count against the
@@ -195,10 +198,11 @@ class RewardPool:
             f"{first.raw[:80]!r}, {result.status}: {result.detail}"
         )
         if len(failed) > self.config.max_failed_fraction * len(samples):
-            raise RuntimeError(
+            too_many = (
                 f"{message}. More than data.reward.max_failed_fraction="
                 f"{self.config.max_failed_fraction} of a step: mend the function or raise that"
             )
+            raise RuntimeError(with_code(too_many, "RL2010"))
         logger.warning(message)
 
 
@@ -229,6 +233,7 @@ def _encoded(number: int, sample: RewardInput, text: Literal["raw", "clean"]) ->
                 f"prompt {sample.prompt_id[:12]}, column {name!r}: expected what JSON can hold "
                 "(text, finite numbers, true, false, null, lists, objects with text as keys), "
                 f"found {type(value).__name__} {str(value)[:80]!r}"
+                " [RL2004]"
             )
     response = sample.raw if text == "raw" else sample.clean
     columns = sample.columns | ours

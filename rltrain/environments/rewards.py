@@ -50,10 +50,10 @@ def judgement(value: object) -> Judgement:
     if not isinstance(value, Mapping):
         return Judgement(_number(value), None, {})
     if "reward" not in value:
-        raise ValueError(f"{EXPECTED}, found a mapping of {sorted(map(str, value))}")
+        raise ValueError(f"{EXPECTED}, found a mapping of {sorted(map(str, value))} [RL2011]")
     correct = _item(value.get("correct"))
     if correct is not None and not isinstance(correct, bool):
-        raise ValueError(f"{EXPECTED}, found correct={_shown(correct)}")
+        raise ValueError(f"{EXPECTED}, found correct={_shown(correct)} [RL2011]")
     names = [name for name in value if name not in ("reward", "correct")]
     parts = {_part_name(name): _number(value[name], f"{name}=", bools=False) for name in names}
     return Judgement(_number(value["reward"]), correct, parts)
@@ -62,11 +62,13 @@ def judgement(value: object) -> Judgement:
 def _number(value: object, label: str = "", *, bools: bool = True) -> float:
     number = _item(value)
     if isinstance(number, bool) and not bools:
-        raise ValueError(f"{EXPECTED}, found {label}{_shown(number)}")
+        raise ValueError(f"{EXPECTED}, found {label}{_shown(number)} [RL2011]")
     if not isinstance(number, int | float):
-        raise ValueError(f"{EXPECTED}, found {label}{_shown(value)}")
+        raise ValueError(f"{EXPECTED}, found {label}{_shown(value)} [RL2011]")
     if not abs(number) <= LARGEST:  # also true for NaN
-        raise ValueError(f"{EXPECTED}, found {label}{_shown(value)}, which float32 cannot hold")
+        raise ValueError(
+            f"{EXPECTED}, found {label}{_shown(value)}, which float32 cannot hold [RL2011]"
+        )
     return float(number)
 
 
@@ -76,6 +78,7 @@ def _part_name(name: object) -> str:
     raise ValueError(
         f"{EXPECTED}, found a part named {_shown(name)}: a name has ASCII letters, digits and "
         "underscores, and begins with a letter"
+        " [RL2011]"
     )
 
 
@@ -125,6 +128,7 @@ def _answer_text(answer: Any) -> str:
     raise ValueError(
         f"expected an answer that is text or a finite number, found {_shown(answer)}: name another "
         "column with data.answer_column, leave the row out, or use a reward function of your own"
+        " [RL2013]"
     )
 
 
@@ -148,6 +152,7 @@ def reasoning_gym(response: str, answer: object, **columns: Any) -> float:
         raise ValueError(
             "reward.function=reasoning_gym scores problems of data.source=reasoning_gym: "
             f"expected column metadata with source_dataset, found {sorted(columns)}"
+            " [RL2013]"
         ) from None
     tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     given_answer = (tagged[-1] if tagged else response).strip()
@@ -177,7 +182,9 @@ def declared_success(reward: Reward) -> float | None:
     value = getattr(reward, "success_at", None)
     if value is None or (type(value) in (int, float) and math.isfinite(value)):
         return value
-    raise ValueError(f"the reward function's success_at: expected a number, found {_shown(value)}")
+    raise ValueError(
+        f"the reward function's success_at: expected a number, found {_shown(value)} [RL2011]"
+    )
 
 
 def load_reward(name: str) -> Reward:
@@ -199,10 +206,12 @@ def load_reward(name: str) -> Reward:
             f"data.reward.function={name} is neither built in ({', '.join(BUILT_IN)}) nor a "
             "function of a file such as reward.py:score, or of a module such as my_rewards.score"
             + (f": did you mean {near[0]}?" if near else "")
+            + " [RL2009]"
         )
     if not is_file and attribute == "py":
         raise ValueError(
             f"data.reward.function={name}: name the function in the file, e.g. {name}:score"
+            " [RL2009]"
         )
     module = _import_file(name, module_name) if is_file else _import_module(name, module_name)
     if not hasattr(module, attribute):
@@ -210,6 +219,7 @@ def load_reward(name: str) -> Reward:
         raise ValueError(
             f"data.reward.function={name}: {module_name} has no {attribute!r}"
             + (f": did you mean {near[0]!r}?" if near else "")
+            + " [RL2009]"
         )
     function = getattr(module, attribute)
     _check_signature(name, function)
@@ -226,6 +236,7 @@ def _import_file(name: str, file_name: str) -> ModuleType:
         raise ValueError(
             f"data.reward.function={name}: expected a Python file and a function in it, such as "
             f"reward.py:score; there is no Python file {file_name}{at}"
+            " [RL2009]"
         )
     module_name = f"reward_file_{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -240,6 +251,7 @@ def _import_file(name: str, file_name: str) -> ModuleType:
         raise ValueError(
             f"data.reward.function={name} cannot be imported: {_where(error, file)}"
             f"{type(error).__name__}: {error}"
+            " [RL2009]"
         ) from error
     return module
 
@@ -258,15 +270,18 @@ def _import_module(name: str, module_name: str) -> ModuleType:
             f"data.reward.function={name} cannot be imported: {type(error).__name__}: {error}. "
             f"Module {module_name} must be importable from the folder the run starts in "
             "or from PYTHONPATH"
+            " [RL2009]"
         ) from error
 
 
 def _check_signature(name: str, function: object) -> None:
     expected = "expected a function (response: str, answer: object, **columns) -> float"
     if not callable(function):
-        raise ValueError(f"data.reward.function={name}: {expected}, found {function!r}")
+        raise ValueError(f"data.reward.function={name}: {expected}, found {function!r} [RL2009]")
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"data.reward.function={name}: {expected}, found an async function")
+        raise ValueError(
+            f"data.reward.function={name}: {expected}, found an async function [RL2009]"
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature: the first call will tell
@@ -277,4 +292,4 @@ def _check_signature(name: str, function: object) -> None:
     except TypeError:
         keywords = False
     if not keywords:
-        raise ValueError(f"data.reward.function={name}: {expected}, found {signature}")
+        raise ValueError(f"data.reward.function={name}: {expected}, found {signature} [RL2009]")

@@ -44,6 +44,7 @@ class Pipeline:
                 f"{KEYS}.pp={self.stages}: expected the other {stages_left} stages to share out "
                 f"{num_layers} decoder layers{taken} evenly, found {rest} for them. Change "
                 f"{KEYS}.pp, or {KEYS}.first_stage_layers and {KEYS}.last_stage_layers"
+                " [RL1010]"
             )
         shares = fixed | ({"pp": rest // stages_left} if stages_left else {})
         for key, layers in shares.items():
@@ -51,6 +52,7 @@ class Pipeline:
                 raise ValueError(
                     f"{KEYS}.vpp={self.chunks}: expected it to divide the layers of every stage, "
                     f"found {layers} on a stage by {KEYS}.{key}. Change {KEYS}.vpp or {KEYS}.{key}"
+                    " [RL1010]"
                 )
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
@@ -86,18 +88,22 @@ class Pipeline:
         fixed = self._fixed()
         for key, size in {"pp": self.stages, "vpp": self.chunks, **fixed}.items():
             if size < 1:
-                raise ValueError(f"{KEYS}.{key}: expected at least 1, found {size}. Raise it")
+                raise ValueError(
+                    f"{KEYS}.{key}: expected at least 1, found {size}. Raise it [RL1010]"
+                )
         if self.stages == 1 and (fixed or self.chunks > 1):
             extra_keys = ", ".join([*fixed, *(["vpp"] if self.chunks > 1 else [])])
             raise ValueError(
                 f"{KEYS}.pp=1 is one stage with all layers, found {extra_keys} beside it. "
                 f"Raise {KEYS}.pp or remove {extra_keys}"
+                " [RL1010]"
             )
         if self.stages == len(fixed) and self.chunks > 1:
             # Megatron-core 0.16.1 divides by the zero stages between the two.
             raise ValueError(
                 f"{KEYS}.vpp={self.chunks} with {KEYS}.pp=2: expected one of first_stage_layers "
                 f"and last_stage_layers, found both. Remove one: the other stage gets the rest"
+                " [RL1010]"
             )
 
 

@@ -73,10 +73,12 @@ def _check_version(patch: Patch) -> None:
             raise PatchRefused(
                 f"the patch of {patch.target} was read against {package}{patch.versions}, found "
                 f"{installed}: read its source, then widen or drop the patch ({patch.reason})"
+                " [RL4006]"
             )
         return
     raise PatchRefused(
         f"the patch of {patch.target} needs {' or '.join(patch.package)}, which is not installed"
+        " [RL4006]"
     )
 
 
@@ -87,7 +89,7 @@ def _resolve(patch: Patch) -> tuple[Any, str]:
     for part in (*classes, name):
         if not hasattr(owner, part):
             raise PatchRefused(
-                f"{patch.target}: {owner!r} has no attribute {part!r}; {patch.reason}"
+                f"{patch.target}: {owner!r} has no attribute {part!r}; {patch.reason} [RL4006]"
             )
         if part in classes:
             owner = getattr(owner, part)
@@ -102,4 +104,5 @@ def _check_params(patch: Patch, original: Any) -> None:
         raise PatchRefused(
             f"{patch.target} takes {params}, but its patch was read against {patch.params}: "
             f"read the new source, then mend or drop the patch ({patch.reason})"
+            " [RL4006]"
         )

@@ -59,6 +59,7 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             f"expected at most {RANKS_PER_CORE} ranks a core, {RANKS_PER_CORE * cores} on {cores} "
             f"cores, found {ranks}: {arithmetic(config)}. Lower policy.parallel.* or "
             "rollout.num_engines"
+            " [RL4002]"
         )
     if device == "cpu":
         check_transfer(config, Placement("cpu"))
@@ -68,5 +69,6 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
         raise ValueError(
             f"cluster.device=cuda: expected {max(usable, 1)} GPUs, found {gpus} visible ones: "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
+            " [RL4001]"
         )
     check_transfer(config, place_on_gpus(config, usable))

@@ -69,6 +69,7 @@ def place_on_gpus(config: Config, num_gpus: int | None) -> Placement:
     raise ValueError(
         f"cluster.placement={config.cluster.placement}: expected {counts} GPUs, "
         f"found {num_gpus}: {arithmetic(config)}. Lower policy.parallel.* or rollout.num_engines"
+        " [RL4001]"
     )
 
 
@@ -81,6 +82,7 @@ def _modes_to_try(config: Config) -> list[Mode]:
             "cluster.placement=colocated: expected at most as many engine ranks as policy ranks, "
             f"found {arithmetic(config)}. Lower rollout.num_engines or rollout.tensor_parallel, "
             "or use cluster.placement=disaggregated"
+            " [RL4001]"
         )
     if wanted != "auto":
         return [wanted]

@@ -27,11 +27,13 @@ def choose_transport(wanted: Literal["auto", Transport], placement: Placement) -
         raise ValueError(
             "rollout.weight_transfer=ipc: expected engines that share the policy's GPUs, found "
             f"{actual}. Use rollout.weight_transfer=auto, or cluster.placement=colocated on GPUs"
+            " [RL4010]"
         )
     if wanted == "broadcast" and device == "cuda" and colocated:
         raise ValueError(
             "rollout.weight_transfer=broadcast: expected engines on GPUs of their own, found some "
             "that share the policy's, and NCCL refuses two ranks on one GPU. Use "
             "rollout.weight_transfer=auto, or cluster.placement=disaggregated"
+            " [RL4010]"
         )
     return wanted

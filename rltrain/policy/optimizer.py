@@ -70,6 +70,7 @@ def take_step(optimizer: MegatronOptimizer) -> float:
         raise FloatingPointError(
             f"the gradient norm is {norm}: nothing was updated. Look at the loss terms of this "
             "step: a custom loss, advantages, log-probabilities that overflow"
+            " [RL5005]"
         )
     optimizer.step()
     return float(norm)

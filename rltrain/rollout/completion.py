@@ -20,6 +20,7 @@ def check_length(request: Request, sampling: SamplingParams, max_model_len: int)
             f"{request}: expected a prompt of 1 to {max_model_len - sampling.max_tokens} tokens, "
             f"which leaves room for {sampling.max_tokens} more, found "
             f"{len(request.prompt_tokens)}: raise data.max_prompt_tokens"
+            " [RL2005]"
         )
 
 
@@ -52,6 +53,7 @@ def vllm_params(
         raise ValueError(
             f"rollout.temperature={temperature}: vLLM would sample at {params.temperature} "
             "instead; use at least that"
+            " [RL1013]"
         )
     return params
 
@@ -63,12 +65,14 @@ def sampled_logprobs(request: Request, completion: Any) -> tuple[float, ...]:
         raise ValueError(
             f"{request}: expected log-probabilities of the {len(sampled)} sampled tokens "
             f"{sampled[:8]}, found those of {len(flat.token_ids)}: {list(flat.token_ids)[:8]}"
+            " [RL5005]"
         )
     bad = np.flatnonzero(~np.isfinite(flat.logprobs))
     if len(bad):
         raise ValueError(
             f"{request}, response token {bad[0]}: expected a finite log-probability, found "
             f"{flat.logprobs[bad[0]]}: the engine's weights or its KV cache are broken"
+            " [RL5005]"
         )
     return tuple(flat.logprobs)
 

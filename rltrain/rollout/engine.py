@@ -270,6 +270,7 @@ class RolloutEngine:
                 raise RuntimeError(
                     f"{self._source}, {request}: expected finish reason stop or length, found "
                     f"{completion.finish_reason}"
+                    " [RL4009]"
                 )
         return completions
 

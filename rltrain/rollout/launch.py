@@ -37,6 +37,7 @@ class RouteCapture:
             raise ValueError(
                 "the model has no layer with a router, so there are no routes to capture: set "
                 "routing_replay.mode=off and routing_replay.capture=false, or choose a MoE model"
+                " [RL3007]"
             )
         if min(self.blocks) < 1 or sum(self.blocks) != layers:
             raise ValueError(
@@ -118,6 +119,7 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
             hint = f"did you mean {near[0]}?" if near else "see vllm.AsyncEngineArgs"
             raise ValueError(
                 f"rollout.engine_args.{name}: the installed vLLM has no such option; {hint}"
+                " [RL1013]"
             )
     args: dict[str, Any] = {
         "model": spec.model_path,
@@ -138,12 +140,14 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
             raise ValueError(
                 "the installed vLLM has no enable_return_routed_experts: routing_replay.mode=r3 "
                 f"and routing_replay.capture=true need vllm>={OLDEST_VLLM}"
+                " [RL4005]"
             )
         args["enable_return_routed_experts"] = True
     if rollout.head == "fp32" and not has_fp32_head:
         raise ValueError(
             "rollout.head=fp32: the installed vLLM ignores head_dtype when it generates. Install a "
             "newer one, or set rollout.head=auto"
+            " [RL4005]"
         )
     overrides: dict[str, Any] = {}
     if rollout.head != "params" and has_fp32_head:
@@ -159,6 +163,7 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
             raise ValueError(
                 "rollout.engine_args.enable_chunked_prefill=true: on CPU vLLM cannot cut the "
                 "prompts of seeded requests, and every request is seeded; leave it out"
+                " [RL1013]"
             )
     else:
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
@@ -185,6 +190,7 @@ def scheduler_args(spec: EngineSpec, version: str) -> dict[str, Any]:
             f"rollout.stop={spec.rollout.stop}: stop strings need vllm{ROUTE_SCHEDULER_VERSIONS}, "
             f"found {version}, which would end responses without their routes: install another, or "
             "use rollout.stop_token_ids"
+            " [RL3006]"
         )
     needed = spec.capture is not None or spec.rollout.stop
     return {"scheduler_cls": ROUTE_SCHEDULER} if needed and is_known else {}
@@ -197,6 +203,7 @@ def check_version(version: str) -> None:
         raise ValueError(
             f"expected vllm>={OLDEST_VLLM}, found {version}: older versions "
             "lose or mix up routed experts and have no weight transfer API. Install a newer vLLM"
+            " [RL4005]"
         )
 
 
@@ -219,6 +226,7 @@ def stop_token_ids(model_path: str, extra: Collection[int] = ()) -> list[int]:
         raise ValueError(
             f"rollout.stop_token_ids={list(extra)}: expected ids below vocab_size={vocab_size} of "
             f"{Path(model_path) / 'config.json'}"
+            " [RL3006]"
         )
     for name in ("generation_config.json", "config.json"):
         if (ids := folder_config(model_path, name).get("eos_token_id")) is not None:
@@ -227,6 +235,7 @@ def stop_token_ids(model_path: str, extra: Collection[int] = ()) -> list[int]:
                 raise ValueError(
                     f"{Path(model_path) / name}: eos_token_id={ids}: expected ids from 0, below "
                     f"vocab_size={vocab_size} of config.json; write those of the tokenizer there"
+                    " [RL3006]"
                 )
             return sorted({*end_ids, *extra})
     return sorted(set(extra))

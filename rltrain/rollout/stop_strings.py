@@ -96,6 +96,7 @@ def response_texts(tokenizer: Tokenizer, rollout: Rollout) -> tuple[str, str]:
         raise ValueError(
             f"a response that ended at the stop string {stop!r} reads {raw[-80:]!r}: expected it "
             "there; the engine's tokenizer is not that of the run"
+            " [RL3006]"
         )
     kept, cut = raw[: raw.index(stop)], raw[raw.index(stop) :]
     if not clean.endswith(cut):

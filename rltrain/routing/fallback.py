@@ -78,6 +78,7 @@ def check_budget(
         raise ValueError(
             f"{samples[sample]}, row {row}: expected a captured route, found none; "
             "routing_replay.fallback chooses what such rows do"
+            " [RL5004]"
         )
     if (share := batch_share(missing, seq_lens)) > max_batch_fallback:
         worst = shares.argsort(descending=True, stable=True)[:NAMED]
@@ -86,4 +87,5 @@ def check_budget(
             f"{share:.2%} of the step's rows have no usable route, in {int((shares > 0).sum())} of "
             f"{len(seq_lens)} samples; expected routing_replay.max_batch_fallback="
             f"{max_batch_fallback} or less. Worst: {named}. The engine's log says what was wrong"
+            " [RL5004]"
         )

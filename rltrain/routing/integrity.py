@@ -80,7 +80,7 @@ def check_routes(
     for sample, ids_of, (ids, faults) in zip(samples, tokens, examined, strict=True):
         messages = tuple(f"{source}, {sample}{fault.message}" for fault in faults)
         if faults and fallback == "error":
-            raise ValueError(messages[0])
+            raise ValueError(f"{messages[0]} [RL5007]")
         unusable = np.zeros(len(ids_of) - 1, dtype=bool)
         for fault in faults:
             unusable[fault.rows] = True

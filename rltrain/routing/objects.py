@@ -79,6 +79,7 @@ def blocks_of(ref: RouteRef, layers: Sequence[int]) -> list[int]:
         raise ValueError(
             f"expected layers among {list(ref.layers)}, which have routes by {ref.producer}, "
             f"found {unknown}"
+            " [RL5007]"
         )
     wanted = set(layers)
     return [
@@ -134,6 +135,7 @@ def _cut(ref: RouteRef, block: int, array: RouteIds) -> RouteIds:
         raise ValueError(
             f"routes, block {block}: expected {ref.dtype} of [{end} or more, {shape[0]}, "
             f"{shape[1]}], found {array.dtype} {list(array.shape)}"
+            " [RL5007]"
         )
     rows = array[ref.start_row : end]
     if (crc := route_checksum(rows)) != ref.checksums[block]:
@@ -141,5 +143,6 @@ def _cut(ref: RouteRef, block: int, array: RouteIds) -> RouteIds:
             f"routes, block {block}, rows {ref.start_row} to {end}: checksum {crc:#010x} is not "
             f"{ref.checksums[block]:#010x}, that of the rows captured at weight version "
             f"{ref.weight_version}: the object was changed or mixed up on its way"
+            " [RL5007]"
         )
     return rows

@@ -28,10 +28,13 @@ def check_refs(
     for number, (ref, sample_tokens) in enumerate(zip(refs, tokens, strict=True)):
         where = f"sample {number}, routes by {ref.producer} at weight version {ref.weight_version}"
         if token_checksum(sample_tokens.numpy()) != ref.token_checksum:
-            raise RuntimeError(f"{where}: they were captured for other tokens than the sample has")
+            raise RuntimeError(
+                f"{where}: they were captured for other tokens than the sample has [RL5007]"
+            )
         if weight_versions is not None and int(weight_versions[number]) != ref.weight_version:
             raise RuntimeError(
                 f"{where}: its tokens were sampled at weight version {int(weight_versions[number])}"
+                " [RL5007]"
             )
 
 
@@ -67,13 +70,14 @@ def check_trace(
     ):
         where = f"{when}, sample {number} by {ref.producer} at weight version {ref.weight_version}"
         if token_checksum(tokens.numpy()) != ref.token_checksum:
-            raise RuntimeError(f"{where}: the routers read other tokens than the engine")
+            raise RuntimeError(f"{where}: the routers read other tokens than the engine [RL5007]")
         rows = experts[: ref.rows].clone()
         for start, end in ref.missing:
             if repeated is not None and not rows[start:end].equal(repeated[number][start:end]):
                 raise RuntimeError(
                     f"{where}, rows {start} to {end - 1}: they have no captured route, and the "
                     "routers used other experts than the log-probability pass recorded"
+                    " [RL5007]"
                 )
             rows[start:end] = fetched[start:end]
         compared += 1
@@ -85,6 +89,7 @@ def check_trace(
                 raise RuntimeError(
                     f"{where}, layers {list(held)}: the routers used other experts than the engine "
                     f"captured (checksum {used_checksum:#010x}, not {ref.checksums[block]:#010x})"
+                    " [RL5007]"
                 )
             compared += 1
     return compared

@@ -30,10 +30,12 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{number}: expected a JSON object, found {line[:80]!r}") from error
+        raise ValueError(
+            f"{path}:{number}: expected a JSON object, found {line[:80]!r} [RL7002]"
+        ) from error
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError(
-            f"{path}:{number}: expected an object with an int 'step', found {line[:80]!r}"
+            f"{path}:{number}: expected an object with an int 'step', found {line[:80]!r} [RL7002]"
         )
     return row
 
@@ -103,5 +105,5 @@ def _explained(error: OSError, path: Path) -> OSError:
     return OSError(
         errno.ENOSPC,
         f"the disk that holds {path} is full: free some space and start again with "
-        "trainer.resume=auto",
+        "trainer.resume=auto [RL6005]",
     )

@@ -49,6 +49,7 @@ def find_metric(name: str) -> Metric:
     raise ValueError(
         f"{name!r} is not a known metric; the nearest is {near[0]!r}. "
         "Log that, or add the new one to the catalogue (rltrain/tracking/catalogue.py)"
+        " [RL7006]"
     )
 
 
@@ -63,7 +64,7 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
         find_metric(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name}: expected an int or a float, found {value!r}")
+            raise ValueError(f"{name}: expected an int or a float, found {value!r} [RL7006]")
 
 
 def describe(metric: Metric) -> str:

@@ -44,11 +44,14 @@ class Pass:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path}: expected a whole pass file, found {error}") from error
+            raise ValueError(
+                f"{path}: expected a whole pass file, found {error} [RL7004]"
+            ) from error
         if HEADER not in metadata or not set(TENSORS) <= set(tensors):
             raise ValueError(
                 f"{path}: expected a pass file, with metadata {HEADER}, as `rltrain routes record` "
                 f"and `replay` write it, found metadata {sorted(metadata)}"
+                " [RL7004]"
             )
         fixed = {name: tensors.pop(name) for name in TENSORS}
         gradients = {name.removeprefix(GRADIENT): value for name, value in tensors.items()}
@@ -77,13 +80,14 @@ def compare_passes(actual: Pass, expected: Pass) -> PassErrors:
     """
     same_tokens = torch.equal(actual.tokens, expected.tokens)
     if not same_tokens or not torch.equal(actual.seq_lens, expected.seq_lens):
-        raise ValueError("the passes are of different tokens: make both on the same")
+        raise ValueError("the passes are of different tokens: make both on the same [RL7004]")
     shapes = [{n: tuple(x.shape) for n, x in p.gradients.items()} for p in (actual, expected)]
     if shapes[0] != shapes[1]:
         differ = sorted(n for n, _ in shapes[0].items() ^ shapes[1].items())
         raise ValueError(
             f"the passes are of different models: {len(differ)} parameters are in one alone or "
             f"have another shape, the first {differ[0]}"
+            " [RL7004]"
         )
     return PassErrors(
         logprobs=relative_error(actual.logprobs, expected.logprobs),

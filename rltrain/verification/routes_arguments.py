@@ -30,6 +30,7 @@ class TokenSource:
         if len(chosen) != 1:
             raise ValueError(
                 f"expected one of {', '.join(options)}, found {' and '.join(chosen) or 'none'}"
+                " [RL7004]"
             )
         return cls(tokens, prompt, problem)
 
@@ -55,7 +56,9 @@ def existing(path: str) -> Path:
     """ValueError when there is no such file."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"{file}: there is no such file; make it with `rltrain routes record`")
+        raise ValueError(
+            f"{file}: there is no such file; make it with `rltrain routes record` [RL7004]"
+        )
     return file
 
 
@@ -72,7 +75,7 @@ def parse_layout(text: str) -> ParallelConfig:
         problems = "; ".join(
             f"{'.'.join(map(str, e['loc']))} {e['msg']}".strip() for e in error.errors()
         )
-        raise ValueError(f"--layout {text}: {problems}") from None
+        raise ValueError(f"--layout {text}: {problems} [RL7004]") from None
 
 
 def parse_sizes(text: str, option: str, names: Sequence[str]) -> dict[str, int]:
@@ -84,6 +87,7 @@ def parse_sizes(text: str, option: str, names: Sequence[str]) -> dict[str, int]:
             raise ValueError(
                 f"{option} {text}: expected NAME=NUMBER with commas between, each of "
                 f"{', '.join(names)} once at most, found {part!r}"
+                " [RL7004]"
             )
         sizes[name] = int(size)
     return sizes

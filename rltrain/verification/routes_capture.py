@@ -26,7 +26,7 @@ def capture(model: str, source: TokenSource, dtype: str, out: str) -> int:
     """Start an engine, let it read the tokens as prompts, save what it chose."""
     arch, folder = resolve_model(model)
     if folder is None:
-        raise ValueError(f"{model}: vLLM reads a Hugging Face folder; give one")
+        raise ValueError(f"{model}: vLLM reads a Hugging Face folder; give one [RL7004]")
     tokens = read_tokens(model, source, arch, folder)
     shape = RouteShape(arch.num_layers, arch.moe_layers, arch.num_experts, arch.experts_per_token)
     with tempfile.TemporaryDirectory(prefix="rltrain-routes-") as logs:

@@ -48,13 +48,15 @@ def slice_routes(
     for name, size in sizes.items():
         if not 0 <= coordinates[name] < size:
             raise ValueError(
-                f"--rank {name}={coordinates[name]}: expected 0 to {size - 1} by --layout"
+                f"--rank {name}={coordinates[name]}: expected 0 to {size - 1} by --layout [RL7004]"
             )
     last = max(saved.layers, default=0)
     if num_layers is None:
         num_layers = last + 1
     if num_layers <= last:
-        raise ValueError(f"--num-layers {num_layers}: {routes_file} has routes of layer {last}")
+        raise ValueError(
+            f"--num-layers {num_layers}: {routes_file} has routes of layer {last} [RL7004]"
+        )
     layers = route_layers(
         Pipeline.of(layout), num_layers, saved.layers, coordinates["pp"], coordinates["vp"]
     )

@@ -30,7 +30,7 @@ def compare_files(a_file: str, b_file: str, tolerance: float, near_tie: float) -
     kinds = {_kind(a), _kind(b)}
     if len(kinds) > 1:
         raise ValueError(
-            f"{a} and {b}: one is a routes file and one a pass file; give two of a kind"
+            f"{a} and {b}: one is a routes file and one a pass file; give two of a kind [RL7004]"
         )
     if kinds == {pass_file.HEADER}:
         return _passes(a, b, tolerance)
@@ -43,12 +43,13 @@ def _kind(path: Path) -> str:
         with safe_open(path, framework="pt") as file:
             metadata = set(file.metadata() or {})
     except SafetensorError as error:
-        raise ValueError(f"{path}: expected a safetensors file, found {error}") from error
+        raise ValueError(f"{path}: expected a safetensors file, found {error} [RL7004]") from error
     kinds = metadata & {pass_file.HEADER, routes_file.HEADER}
     if len(kinds) != 1:
         raise ValueError(
             f"{path}: expected a file that `rltrain routes` wrote, with metadata "
             f"{routes_file.HEADER} or {pass_file.HEADER}, found metadata {sorted(metadata)}"
+            " [RL7004]"
         )
     return kinds.pop()
 

@@ -64,7 +64,7 @@ def compare_routes(actual: Routes, expected: Routes, near_tie: float) -> Differe
     _check_comparable(actual, expected)
     both = actual.route_mask & expected.route_mask
     if not both.any():
-        raise ValueError("no row was captured on both sides: there is nothing to compare")
+        raise ValueError("no row was captured on both sides: there is nothing to compare [RL7004]")
     k = actual.ids.shape[2]
     shared = num_shared(decode(actual.ids), decode(expected.ids))  # [N, L]
     differs = (shared < k) & both.unsqueeze(1)
@@ -93,12 +93,14 @@ def _check_comparable(actual: Routes, expected: Routes) -> None:
             f"the routes are of different tokens ({len(actual.seq_lens)} samples, "
             f"{len(actual.tokens)} tokens and {len(expected.seq_lens)} samples, "
             f"{len(expected.tokens)} tokens): record on the tokens of the other file"
+            " [RL7004]"
         )
     models = [(r.layers, r.ids.shape[2], r.num_experts) for r in (actual, expected)]
     if models[0] != models[1]:
         raise ValueError(
             "the routes are of different models: layers, experts per token and experts are "
             f"{models[0]} and {models[1]}"
+            " [RL7004]"
         )
 
 

@@ -46,6 +46,7 @@ class Routes:
                 raise ValueError(
                     f"{name}: expected {dtype} with {dims} dims for {self.num_experts} experts, "
                     f"found {value.dtype} {list(value.shape)}"
+                    " [RL7004]"
                 )
         sizes = len(self.ids), len(self.route_mask), len(self.tokens), int(self.seq_lens.sum())
         if len(set(sizes)) > 1 or bool((self.seq_lens < 1).any()):
@@ -53,19 +54,24 @@ class Routes:
                 "expected one row a token and sequences of 1 token or more, found "
                 f"{sizes[0]} rows, a mask of {sizes[1]}, {sizes[2]} tokens, seq_lens "
                 f"{self.seq_lens.tolist()[:8]} summing to {sizes[3]}"
+                " [RL7004]"
             )
         if list(self.layers) != sorted(set(self.layers)) or len(self.layers) != self.ids.shape[1]:
             raise ValueError(
                 f"expected {self.ids.shape[1]} different layers in order, found {self.layers}"
+                " [RL7004]"
             )
         of_rows = self.ids.shape[:2]
         if (m := self.margins) is not None and (m.shape, m.dtype) != (of_rows, torch.float32):
             raise ValueError(
                 f"margins: expected torch.float32 of {list(of_rows)}, found {m.dtype} "
                 f"{list(m.shape)}"
+                " [RL7004]"
             )
         if self.ids.numel() and (top := int(decode(self.ids).max())) >= self.num_experts:
-            raise ValueError(f"expected ids below num_experts={self.num_experts}, found {top}")
+            raise ValueError(
+                f"expected ids below num_experts={self.num_experts}, found {top} [RL7004]"
+            )
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, in place of one that is there."""
@@ -91,12 +97,15 @@ class Routes:
             raise ValueError(
                 f"{path}: checksum {checksum} is not {expected}, which was written with these "
                 "routes: the file was changed; capture the routes again"
+                " [RL7004]"
             )
         values: dict[str, Any] = tensors | about
         try:
             return cls(**values | {"layers": tuple(about["layers"])})
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"{path}: the routes in it do not fit together: {error}") from error
+            raise ValueError(
+                f"{path}: the routes in it do not fit together: {error} [RL7004]"
+            ) from error
 
 
 def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -108,18 +117,22 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(
             f"{path}: expected a whole safetensors file of routes, found one that is cut short or "
             f"something else ({error})"
+            " [RL7004]"
         ) from error
     if HEADER not in metadata or set(tensors) - set(OPTIONAL) != set(TENSORS):
         raise ValueError(
             f"{path}: expected routes, with metadata {HEADER} and tensors {', '.join(TENSORS)}, "
             f"found metadata {sorted(metadata)} and tensors {sorted(tensors)[:8]}"
+            " [RL7004]"
         )
     try:
         about = json.loads(metadata[HEADER])
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: its metadata {HEADER} is not JSON: {error}") from error
+        raise ValueError(f"{path}: its metadata {HEADER} is not JSON: {error} [RL7004]") from error
     if not isinstance(about, dict):
-        raise ValueError(f"{path}: expected a JSON object in metadata {HEADER}, found {about!r}")
+        raise ValueError(
+            f"{path}: expected a JSON object in metadata {HEADER}, found {about!r} [RL7004]"
+        )
     return tensors, about
 
 

@@ -76,11 +76,12 @@ def _run(
     if gpus and policy.parallel.world_size > gpus:
         raise ValueError(
             f"--layout {options.layout}: needs {policy.parallel.world_size} GPUs, found {gpus}"
+            " [RL4001]"
         )
     if weights is not None:
         open_checkpoint(weights, arch)  # a broken folder shows before ranks start
     if not pass_out.absolute().parent.is_dir():
-        raise ValueError(f"{pass_out}: its folder does not exist; make it first")
+        raise ValueError(f"{pass_out}: its folder does not exist; make it first [RL7004]")
 
     from rltrain.policy.ranks import run_ranks
     from rltrain.verification.offline_pass import Task, run_task
@@ -124,12 +125,14 @@ def resolve_model(name: str) -> tuple[Architecture, Path | None]:
         known = name.removeprefix(TINY)
         if known not in MODELS:
             tiny = ", ".join(f"{TINY}{other}" for other in MODELS)
-            raise ValueError(f"{name}: expected a Hugging Face folder or one of {tiny}")
+            raise ValueError(f"{name}: expected a Hugging Face folder or one of {tiny} [RL7004]")
         return MODELS[known], None
     folder = Path(name).expanduser()
     arch = read_architecture(folder)
     if not arch.moe_layers:
-        raise ValueError(f"{name}: a dense model has no routes; choose a mixture of experts")
+        raise ValueError(
+            f"{name}: a dense model has no routes; choose a mixture of experts [RL3007]"
+        )
     return arch, folder
 
 
@@ -138,7 +141,7 @@ def read_tokens(model: str, source: TokenSource, arch: Architecture, folder: Pat
     if source.tokens is not None:
         tokens, where = _load_tokens(existing(source.tokens)), source.tokens
     elif folder is None:
-        raise ValueError(f"{model}: it has no tokenizer; give ids with --tokens FILE.json")
+        raise ValueError(f"{model}: it has no tokenizer; give ids with --tokens FILE.json [RL7004]")
     else:
         tokens, where = (_encode_text(source, folder),), str(folder)
     check_readable(tokens, arch, where)
@@ -152,7 +155,7 @@ def _encode_text(source: TokenSource, folder: Path) -> tuple[int, ...]:
         return encode_prompt(source.prompt, tokenizer, as_chat=False)[1]
     assert source.problem is not None
     if not 0 <= source.problem < NUM_PROBLEMS:
-        raise ValueError(f"--problem {source.problem}: expected 0 to {NUM_PROBLEMS - 1}")
+        raise ValueError(f"--problem {source.problem}: expected 0 to {NUM_PROBLEMS - 1} [RL7004]")
     row = arithmetic_rows(0, 0, source.problem + 1, seed=0)["train"][source.problem]
     prompt = encode_prompt(row["prompt"], tokenizer, as_chat=False)[1]
     return (*prompt, *encode_response(row["answer"], tokenizer))
@@ -163,10 +166,10 @@ def _load_tokens(file: Path) -> Tokens:
     try:
         ids = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{expected}, found {error}") from error
+        raise ValueError(f"{expected}, found {error} [RL7004]") from error
     lists = isinstance(ids, list) and all(isinstance(sequence, list) for sequence in ids)
     if not lists or any(type(token) is not int for sequence in ids for token in sequence):
-        raise ValueError(expected)
+        raise ValueError(f"{expected} [RL7004]")
     return tuple(map(tuple, ids))
 
 
@@ -176,17 +179,20 @@ def check_readable(tokens: Sequence[Sequence[int]], arch: Architecture, where: s
         raise ValueError(
             f"{where}: expected sequences of at least 1 token, one of 2 or more, found lengths "
             f"{[len(sequence) for sequence in tokens][:8]}"
+            " [RL7004]"
         )
     if (longest := max(map(len, tokens))) > arch.max_positions:
         raise ValueError(
             f"{where}: a sequence has {longest} tokens and the model takes {arch.max_positions}: "
             "shorten it"
+            " [RL7004]"
         )
     ids = [token for sequence in tokens for token in sequence]
     if min(ids) < 0 or max(ids) >= arch.vocab_size:
         raise ValueError(
             f"{where}: expected token ids from 0 to {arch.vocab_size - 1}, found {min(ids)} to "
             f"{max(ids)}: they are of another tokenizer"
+            " [RL7004]"
         )
 
 
@@ -198,10 +204,12 @@ def check_replayable(routes: Routes, arch: Architecture, where: str) -> None:
         raise ValueError(
             f"{where}: expected layers, experts per token and experts {expected} of the model, "
             f"found {shape}: the routes are of another model"
+            " [RL7004]"
         )
     duplicates = inspect_routes(routes).duplicate_rows
     if bad := [layer for layer, rows in duplicates.items() if rows]:
         raise ValueError(
             f"{where}: {duplicates[bad[0]]} rows of layer {bad[0]} name an expert twice, which "
             "Megatron computes wrongly without an error; `rltrain routes inspect` shows them all"
+            " [RL7004]"
         )

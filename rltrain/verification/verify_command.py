@@ -236,7 +236,9 @@ def _selected_cases(full: bool, only: str, models: str | None, bf16: bool) -> li
     names = list(MODELS)
     chosen = models.split(",") if models else names if full else names[:1]
     if unknown := sorted(set(chosen) - set(MODELS)):
-        raise ValueError(f"--models {','.join(unknown)}: expected some of {', '.join(MODELS)}")
+        raise ValueError(
+            f"--models {','.join(unknown)}: expected some of {', '.join(MODELS)} [RL7004]"
+        )
     cases = (
         whole_product(chosen)
         if full
@@ -246,5 +248,7 @@ def _selected_cases(full: bool, only: str, models: str | None, bf16: bool) -> li
         cases = [replace(case, params="bf16") for case in cases]
     selected = [case for case in cases if only in case.name]
     if not selected:
-        raise ValueError(f"--only {only!r}: no row has that in its name, as in 'pp=2 vpp=2'")
+        raise ValueError(
+            f"--only {only!r}: no row has that in its name, as in 'pp=2 vpp=2' [RL7004]"
+        )
     return selected

@@ -32,6 +32,7 @@ class AdvantageInputs:
             raise ValueError(
                 f"rewards: sequence {int(bad[0])} has {float(self.rewards[bad[0]])}, expected a "
                 "finite number; a sequence whose reward failed has no token in the mask"
+                " [RL5005]"
             )
         for name in ("token_rewards", "values"):
             values: Tensor | None = getattr(self, name)
@@ -82,6 +83,7 @@ def require_advantages(result: Advantages, inputs: AdvantageInputs, name: str) -
     if not isinstance(result, Advantages):
         raise ValueError(
             f"algorithm.advantage={name}: expected Advantages, found {type(result).__name__}"
+            " [RL5006]"
         )
     for field in ("advantages", "returns"):
         values: Tensor | None = getattr(result, field)
@@ -91,6 +93,7 @@ def require_advantages(result: Advantages, inputs: AdvantageInputs, name: str) -
             raise ValueError(
                 f"algorithm.advantage={name}: expected {field} of shape "
                 f"{tuple(inputs.mask.shape)}, one per token, found {tuple(values.shape)}"
+                " [RL5006]"
             )
         where = f"{field} by algorithm.advantage={name}"
         require_finite(where, values, inputs.mask, inputs.seq_lens)

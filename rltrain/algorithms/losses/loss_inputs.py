@@ -48,12 +48,13 @@ def require_token_loss(result: TokenLoss, inputs: LossInputs) -> TokenLoss:
     """
     name = f"algorithm.loss={inputs.config.loss}"
     if not isinstance(result, TokenLoss):
-        raise ValueError(f"{name}: expected a TokenLoss, found {type(result).__name__}")
+        raise ValueError(f"{name}: expected a TokenLoss, found {type(result).__name__} [RL5006]")
     for part, values in {"loss": result.loss, "ratio": result.ratio, **result.stats}.items():
         if values.shape != inputs.logprobs.shape:
             raise ValueError(
                 f"{name}: expected {part} of shape {tuple(inputs.logprobs.shape)}, a number for "
                 f"each slot and no mean of them, found {tuple(values.shape)}"
+                " [RL5006]"
             )
     return result
 

@@ -124,11 +124,13 @@ def check_engine() -> tuple[str, str]:
             raise ValueError(
                 f"expected {name} {OLDEST_VLLM} or newer, which can return the experts of each "
                 f"token and take new weights, found {version}: pip install '{name}>={OLDEST_VLLM}'"
+                " [RL4005]"
             )
         return name, version
     raise ValueError(
         f"expected vLLM {OLDEST_VLLM} or newer for the rollouts, found none: install rltrain[gpu], "
         "or rltrain[cpu] on a machine without a GPU"
+        " [RL4005]"
     )
 
 
@@ -140,6 +142,7 @@ def check_logits_processors() -> None:
             f"an installed package registers logits processors with vLLM ({named}, entry point "
             f"group {LOGITS_PROCESSORS}): tokens would be drawn from logits the policy does not "
             "have. Uninstall it where rltrain runs"
+            " [RL4012]"
         )
 
 
@@ -150,6 +153,7 @@ def check_capture_version(name: str, version: str) -> None:
             "keeps routes in ways that rltrain has not been tested with. pip install "
             f"'{name}{TESTED_CAPTURE}', or train without routes: routing_replay=off "
             "routing_replay.capture=false"
+            " [RL4005]"
         )
 
 
@@ -174,7 +178,7 @@ def check_capture_options(
     problems = [
         f"{key}={values[rule.option]}: with routing_replay.capture=true this loses routes: "
         f"{rule.why}. Remedy: {rule.remedy}, or train without routes: routing_replay=off "
-        "routing_replay.capture=false"
+        "routing_replay.capture=false [RL1013]"
         for key, values, rule in settings
         if values.get(rule.option) is not None
         and _within(version, rule.versions)

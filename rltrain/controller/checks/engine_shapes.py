@@ -52,11 +52,13 @@ def check_tensor_parallel(rollout: RolloutConfig, model: Architecture) -> None:
             raise ValueError(
                 f"rollout.tensor_parallel={ranks}: expected a divisor of the {size} {unit} of the "
                 "model"
+                " [RL1010]"
             )
     if model.mla is None and ranks > model.num_kv_heads and ranks % model.num_kv_heads:
         raise ValueError(
             f"rollout.tensor_parallel={ranks}: expected a divisor or a multiple of the "
             f"{model.num_kv_heads} key-value heads of the model"
+            " [RL1010]"
         )
 
 
@@ -70,6 +72,7 @@ def check_cpu_heads(model: Architecture, path: str | None) -> None:
                 f"{where}={model.head_dim}: expected one of {', '.join(map(str, known))}, the head "
                 "sizes that vLLM's attention has on CPUs (v1/attention/backends/cpu_attn.py of the "
                 "installed one). Choose another model, or roll out on a GPU"
+                " [RL3008]"
             )
         return
     latent = model.mla.kv_lora_rank, model.mla.qk_rope_head_dim
@@ -80,6 +83,7 @@ def check_cpu_heads(model: Architecture, path: str | None) -> None:
             f"512 and {known[0] - 512}, the only latent attention that vLLM has on CPUs "
             "(v1/attention/backends/mla/cpu_mla.py of the installed one). Choose another model, or "
             "roll out on a GPU"
+            " [RL3008]"
         )
 
 
@@ -89,6 +93,7 @@ def check_cpu_blocks(rollout: RolloutConfig, model: Architecture) -> None:
         raise ValueError(
             f"rollout.engine_args.block_size={size}: expected a multiple of {BLOCK_MULTIPLE} on a "
             "CPU, where vLLM's attention has no other. Leave it out"
+            " [RL1013]"
         )
 
 
@@ -130,6 +135,7 @@ def check_quantization(quantization: Literal["none", "fp8"], device: Device) -> 
             "multiplies FP8 weights with AMX instructions only, which few have and rltrain is not "
             "tested with. Use rollout.quantization=none; a folder with FP8 weights is read either "
             "way"
+            " [RL3008]"
         )
 
 
@@ -141,9 +147,11 @@ def check_expert_parallel(config: Config, model: Architecture, device: Device) -
         raise ValueError(
             "rollout.expert_parallel=true: expected a GPU, found cluster.device=cpu, where vLLM's "
             "kernels take every rank to have all experts. Use rollout.expert_parallel=false"
+            " [RL3008]"
         )
     if model.num_experts == 0 or model.num_experts % ranks:
         raise ValueError(
             f"rollout.expert_parallel=true, rollout.tensor_parallel={ranks}: expected a divisor of "
             f"the model's experts, found {model.num_experts} experts"
+            " [RL1010]"
         )

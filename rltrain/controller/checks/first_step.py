@@ -114,6 +114,7 @@ def require(checks: Sequence[Check], step: int) -> None:
             f"{block(checks, step)}\nUpdate, scoring and rollout do not compute the same policy, "
             "or a loss of one's own has another ratio than theirs. Look there first; "
             "trainer.invariants=warn goes on regardless"
+            " [RL5001]"
         )
 
 

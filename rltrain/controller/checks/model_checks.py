@@ -58,16 +58,20 @@ def check_layout(config: Config, model: Architecture) -> None:
         ("policy.parallel.tp", layout.tp, "key-value heads", model.num_kv_heads),
     ):
         if size % parts:
-            raise ValueError(f"{key}={parts}: expected a divisor of the {size} {unit} of the model")
+            raise ValueError(
+                f"{key}={parts}: expected a divisor of the {size} {unit} of the model [RL1010]"
+            )
     if layout.ep > 1 and (model.num_experts == 0 or model.num_experts % layout.ep):
         raise ValueError(
             f"policy.parallel.ep={layout.ep}: expected a divisor of the model's experts, found "
             f"{model.num_experts} experts"
+            " [RL1010]"
         )
     if layout.etp > 1 and (model.expert_size == 0 or model.expert_size % layout.etp):
         raise ValueError(
             f"policy.parallel.etp={layout.etp}: expected a divisor of the experts' intermediate "
             f"size, found {model.expert_size}"
+            " [RL1010]"
         )
     stages = Pipeline.of(layout)
     for stage, chunk in product(range(layout.pp), range(layout.vpp)):
@@ -82,6 +86,7 @@ def check_recompute(policy: PolicyConfig, num_layers: int) -> None:
             f"policy.recompute_num_layers={policy.recompute_num_layers}: expected a divisor of the "
             f"{num_layers} layers of a pipeline chunk; with policy.recompute_method=block it need "
             "not be"
+            " [RL1010]"
         )
 
 
@@ -92,6 +97,7 @@ def check_lengths(config: Config, model: Architecture) -> None:
             f"data.max_prompt_tokens={prompt} and rollout.max_response_tokens={response}: expected "
             f"together at most the {model.max_positions} positions of the model in "
             f"{config.model.path}"
+            " [RL1005]"
         )
 
 
@@ -103,6 +109,7 @@ def check_replay(config: Config, model: Architecture) -> None:
             f"routing_replay.mode={replay.mode}, capture={str(replay.capture).lower()}: expected a "
             f"model with routers, found a dense one in {config.model.path}. Choose a "
             "mixture-of-experts model, or set routing_replay=off routing_replay.capture=false"
+            " [RL3007]"
         )
 
 
@@ -129,4 +136,5 @@ def check_imported(model: ModelConfig) -> None:
         raise ValueError(
             f"model.weights={weights}: expected what rltrain import made of "
             f"model.path={model.path}, found the weights of another architecture"
+            " [RL3010]"
         )

@@ -93,6 +93,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
             f"algorithm.advantage={algorithm.advantage} compares the responses to a prompt, and "
             f"algorithm.group_size={algorithm.group_size} gives it nothing to compare one with: "
             "use 2 or more"
+            " [RL1003]"
         )
 
 
@@ -103,6 +104,7 @@ def check_earlier_run(config: Config) -> None:
         raise ValueError(
             f"trainer.output_dir={folder}: expected a new or empty folder, found an earlier run. "
             "Set trainer.resume=auto to go on with it, or choose another folder"
+            " [RL6002]"
         )
 
 
@@ -117,4 +119,5 @@ def check_output(config: Config) -> None:
         raise ValueError(
             f"trainer.output_dir={folder}: expected a folder that can be written, found: "
             f"{error.strerror}. Choose another folder"
+            " [RL6001]"
         ) from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from rltrain.config.data import BUILT_IN_REWARDS, RewardConfig
+from rltrain.config.error_codes import with_code
 from rltrain.data.problem import Problem, shorten
 from rltrain.environments.pool import RewardInput, RewardResult, dry_run
 
@@ -66,10 +67,11 @@ def check_trial(trial: Trial, function: str) -> None:
     right, wrong = trial.right, trial.wrong
     of = f"data.reward.function={function}, prompt {shorten(trial.problem.prompt)!r}"
     if right is not None and right.status != "ok":
-        raise ValueError(
+        message = (
             f"{of}: expected a reward for the reference answer {shorten(str(trial.answer))!r}, "
             f"found {right.status}: {right.detail}. Mend the function or the answer"
         )
+        raise ValueError(with_code(message, "RL2010"))
     if wrong is not None and wrong.status != "ok":
         _log.warning("%s: the response %r has no reward: %s", of, trial.other, wrong.detail)
     if right is None or wrong is None or right.value is None or wrong.value is None:
@@ -83,6 +85,7 @@ def check_trial(trial: Trial, function: str) -> None:
             raise ValueError(
                 f"{comparison}: right answers would never be rewarded. Is data.answer_column the "
                 "right one, and does this function compare such answers?"
+                " [RL2012]"
             )
         _log.warning(
             "%s: it rewards no right answer as such, or answers in another form", comparison

@@ -156,6 +156,7 @@ def reserve(placement: Placement, timeout_s: float) -> Cluster:
         raise RuntimeError(
             f"expected {placement.num_gpus} free GPUs on one node within {timeout_s:g} s. Others "
             "hold them: see `ray status`, or raise cluster.start_timeout_s"
+            " [RL4001]"
         ) from error
 
 

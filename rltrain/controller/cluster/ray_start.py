@@ -48,6 +48,7 @@ def check_address(address: str) -> None:
         raise RuntimeError(
             f"cluster.address={address}: expected HOST:PORT of a Ray cluster that this machine is "
             "a node of, or auto. Ray Client (ray://) is not supported: start the run on a node"
+            " [RL4004]"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
@@ -56,6 +57,7 @@ def check_address(address: str) -> None:
             f"cluster.address={address}: expected a Ray cluster, and nobody answers there "
             f"({error}). Start one (ray start --head), correct the address, or leave it out to "
             "start Ray for this run alone"
+            " [RL4004]"
         ) from error
 
 
@@ -65,7 +67,8 @@ def start_failure(error: BaseException, address: str | None, machine: HostState)
     failure = (
         f"Ray did not start: {said}" if address is None else f"cluster.address={address}: {said}"
     )
-    return RuntimeError(f"{failure}\n{_remedy(said, address, machine)}")
+    code = "RL4003" if address is None else "RL4004"
+    return RuntimeError(f"{failure}\n{_remedy(said, address, machine)} [{code}]")
 
 
 def _remedy(said: str, address: str | None, machine: HostState) -> str:

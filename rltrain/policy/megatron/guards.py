@@ -121,6 +121,7 @@ def check_schedule(config: TransformerConfig) -> None:
             f"batch_p2p_comm=True with {chunks} model chunks a pipeline stage: Megatron confuses "
             "forward with backward messages and computes wrong gradients without an error. Use "
             "overlap_p2p_comm=True and batch_p2p_comm=False"
+            " [RL1014]"
         )
 
 
@@ -135,10 +136,11 @@ def check_replay_options(config: TransformerConfig, megatron_version: str) -> No
         raise ValueError(
             f"routing replay was tested with megatron-core{TESTED_MEGATRON}, found "
             f"{megatron_version}: pip install 'megatron-core{TESTED_MEGATRON}'"
+            " [RL4006]"
         )
     problems = [
         f"policy.megatron_args.{guard.field}={getattr(config, guard.field)!r} cannot be replayed: "
-        f"{guard.why}. Remedy: {guard.remedy}"
+        f"{guard.why}. Remedy: {guard.remedy} [RL1014]"
         for guard in GUARDS
         if hasattr(config, guard.field) and guard.breaks(config)
     ]
@@ -182,11 +184,13 @@ def check_armed(routers: Mapping[int, TopKRouter], expected_layers: Sequence[int
         raise RuntimeError(
             f"expected routers in layers {sorted(expected_layers)} by the architecture, found them "
             f"in {sorted(routers)}: routes would reach other layers"
+            " [RL5007]"
         )
     if bare := sorted(layer for layer, router in routers.items() if router.router_replay is None):
         raise RuntimeError(
             f"layers {bare}: Megatron built these routers without RouterReplay, so they would "
             "route natively; build the model with moe_enable_routing_replay=True"
+            " [RL5007]"
         )
 
 

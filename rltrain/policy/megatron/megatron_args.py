@@ -77,6 +77,7 @@ def megatron_config(user_fields: Mapping[str, Any], **ours: Any) -> TransformerC
         raise ValueError(
             f"policy.megatron_args={dict(user_fields)}: Megatron refuses it together with what "
             f"rltrain sets: {error}"
+            " [RL1014]"
         ) from error
 
 
@@ -86,6 +87,7 @@ def _check(name: str, known: Collection[str], reserved: Collection[str]) -> None
         hint = f"did you mean {near[0]}?" if near else "see megatron.core's TransformerConfig"
         raise ValueError(
             f"policy.megatron_args.{name}: the installed Megatron has no such field; {hint}"
+            " [RL1014]"
         )
     if name in reserved:
         remedy = (
@@ -93,4 +95,6 @@ def _check(name: str, known: Collection[str], reserved: Collection[str]) -> None
             if name in INSTEAD
             else "it follows from the model or from how rltrain trains; leave it out"
         )
-        raise ValueError(f"policy.megatron_args.{name}: rltrain sets this field itself: {remedy}")
+        raise ValueError(
+            f"policy.megatron_args.{name}: rltrain sets this field itself: {remedy} [RL1014]"
+        )

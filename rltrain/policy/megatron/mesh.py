@@ -111,6 +111,7 @@ def init_mesh(
         raise ValueError(
             f"policy.parallel needs tp*pp*cp*dp={parallel.world_size} ranks, found {world_size}: "
             "change policy.parallel.dp or start that many"
+            " [RL1010]"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -51,6 +51,7 @@ def _set_factor(config: TransformerConfig, factor: float) -> None:
         raise ValueError(
             "policy.megatron_args.apply_rope_fusion: the fused kernel leaves out the factor of the "
             f"model's YaRN, {factor}; leave this option out"
+            " [RL1014]"
         )
     vars(config).update(
         yarn_rotary_scaling_factor=math.e, yarn_mscale=10 * (factor - 1), yarn_mscale_all_dim=0.0

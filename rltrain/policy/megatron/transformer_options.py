@@ -117,12 +117,14 @@ def check_backend_layout(
         raise ValueError(
             f"policy.parallel.etp={parallel.etp}: the experts of {arch.family} have biases, which "
             "every expert-tensor rank would add; set etp=1 and share the experts out over ep"
+            " [RL1010]"
         )
     if transformer_engine and parallel.cp > 1 and (arch.attention_sinks or arch.windowed_layers):
         raise ValueError(
             f"policy.parallel.cp={parallel.cp}: Transformer Engine has no context parallelism over "
             f"packed sequences for the attention sinks and windows of {arch.family}; set "
             "policy.transformer_engine=never or cp=1"
+            " [RL1010]"
         )
 
 

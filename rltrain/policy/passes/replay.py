@@ -109,7 +109,9 @@ class RouterTap:
     def _forward(self, micro_batch: int, shape: tuple[int, int], native: Tensor | None) -> Tensor:
         """The experts of a micro-batch; ``native`` may be None where no row chooses live."""
         if micro_batch in self.forwarded:
-            raise RuntimeError(f"layer {self.layer}: micro-batch {micro_batch} ran forward twice")
+            raise RuntimeError(
+                f"layer {self.layer}: micro-batch {micro_batch} ran forward twice [RL5007]"
+            )
         self.forwarded.add(micro_batch)
         experts = self._chosen(micro_batch, shape, native)
         if self.recomputations:
@@ -125,6 +127,7 @@ class RouterTap:
             raise RuntimeError(
                 f"layer {self.layer}, micro-batch {micro_batch}: the router sees rows and "
                 f"experts {shape}, but the routes to replay are {tuple(target.experts.shape)}"
+                " [RL5007]"
             )
         experts = decode(target.experts)
         if target.replayed is None:
@@ -171,12 +174,14 @@ class RouterTap:
                 f"layer {self.layer}: a router ran outside of a forward pass, and micro-batch "
                 f"{micro_batch} owes it no recomputation. The recomputation configured and the one "
                 "that runs disagree"
+                " [RL5007]"
             )
         experts = self.owed.pop(micro_batch)
         if len(experts) != len(scores):
             raise RuntimeError(
                 f"layer {self.layer}, micro-batch {micro_batch}: recomputation sees {len(scores)} "
                 f"rows, the forward pass saw {len(experts)}"
+                " [RL5007]"
             )
         self.num_recomputed += 1
         return experts
@@ -188,6 +193,7 @@ class RouterTap:
             raise RuntimeError(
                 f"layer {self.layer}: expected {expected[0]} forward passes and {expected[1]} "
                 f"recomputations of its router, found {counts[0]} and {counts[1]}"
+                " [RL5007]"
             )
 
 
@@ -212,6 +218,7 @@ class RoutingTaps:
             raise RuntimeError(
                 f"routes are given for layers {sorted(targets)}, but the model routes in "
                 f"{self.layers}"
+                " [RL5007]"
             )
         for layer, tap in self._taps.items():
             tap.running, tap.target = micro_batch, targets[layer] if targets is not None else None
@@ -297,6 +304,7 @@ def _replay_of(layer: int, router: TopKRouter) -> RouterReplay:
         raise RuntimeError(
             f"layer {layer}: Megatron built this router without RouterReplay; build the model with "
             "moe_enable_routing_replay=True"
+            " [RL5007]"
         )
     assert "get_replay_topk" not in vars(replay), f"layer {layer}: its router is already tapped"
     parameters = tuple(inspect.signature(RouterReplay.get_replay_topk).parameters)[1:]
@@ -304,5 +312,6 @@ def _replay_of(layer: int, router: TopKRouter) -> RouterReplay:
         raise RuntimeError(
             f"Megatron's RouterReplay.get_replay_topk takes {parameters}, but rltrain was written "
             f"against {_UPSTREAM}: install a megatron-core version that docs/install.md names"
+            " [RL4006]"
         )
     return replay

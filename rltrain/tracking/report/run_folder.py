@@ -46,7 +46,9 @@ def read_run(path: Path) -> RunFolder:
         ValueError: when there is no such folder, or a file in it cannot be read.
     """
     if not path.is_dir():
-        raise ValueError(f"{path} is no run folder: expected a folder with metrics.jsonl in it")
+        raise ValueError(
+            f"{path} is no run folder: expected a folder with metrics.jsonl in it [RL7001]"
+        )
     config, command = _read_config(path / "config.yaml")
     versions = _read_json(path / "versions.json")
     rows, notes = numeric_rows(read_jsonl(path / "metrics.jsonl"))
@@ -124,9 +126,9 @@ def _read_config(path: Path) -> tuple[Mapping[str, Any], str]:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: expected YAML, found {error}") from error
+        raise ValueError(f"{path}: expected YAML, found {error} [RL7001]") from error
     if not isinstance(values, Mapping):
-        raise ValueError(f"{path}: expected sections of keys, found {text[:80]!r}")
+        raise ValueError(f"{path}: expected sections of keys, found {text[:80]!r} [RL7001]")
     first = text.split("\n", 1)[0]
     return values, first.removeprefix("# ") if first.startswith("# ") else ""
 
@@ -138,9 +140,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: expected JSON, found {text[:80]!r}") from error
+        raise ValueError(f"{path}: expected JSON, found {text[:80]!r} [RL7001]") from error
     if not isinstance(values, Mapping):
-        raise ValueError(f"{path}: expected a JSON object, found {text[:80]!r}")
+        raise ValueError(f"{path}: expected a JSON object, found {text[:80]!r} [RL7001]")
     return values
 
 

@@ -56,7 +56,7 @@ class Fields:
         """The value of the first of ``names`` that is present; they name the same setting."""
         values = [value for name in names if (value := self.get(name)) is not None]
         if not values:
-            raise ValueError(f"{self.where}: field {' or '.join(names)} is missing")
+            raise ValueError(f"{self.where}: field {' or '.join(names)} is missing [RL3002]")
         return values[0]
 
     def size(self, *names: str, default: int | None = None) -> int:
@@ -74,13 +74,17 @@ class Fields:
     def _whole(self, name: str, value: Any, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "positive " if least else ""
-            raise ValueError(f"{self.where}: {name} must be a {kind}whole number, found {value!r}")
+            raise ValueError(
+                f"{self.where}: {name} must be a {kind}whole number, found {value!r} [RL3002]"
+            )
         return value
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         value = self.required(name) if default is None else self.get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.where}: {name} must be true or false, found {value!r}")
+            raise ValueError(
+                f"{self.where}: {name} must be true or false, found {value!r} [RL3002]"
+            )
         return value
 
     def only(self, name: str, *values: Any) -> None:
@@ -88,7 +92,9 @@ class Fields:
         value = self.get(name)
         if name in self.config and value not in (None, *values):
             wanted = " or ".join(repr(v) for v in values)
-            raise ValueError(f"{self.where}: {name}={value!r} is not supported, only {wanted}")
+            raise ValueError(
+                f"{self.where}: {name}={value!r} is not supported, only {wanted} [RL3002]"
+            )
 
     def ignore(self, *names: str) -> None:
         """Mark fields that change nothing in this family as read."""
@@ -102,6 +108,7 @@ class Fields:
                 raise ValueError(
                     f"{self.where}: field {name!r} is not known for {family}, and it may change "
                     "the model's output. Remove it if it does not"
+                    " [RL3002]"
                 )
             self.only(name, *_NEUTRAL[name])
 
@@ -112,6 +119,7 @@ class Fields:
                 raise ValueError(
                     f"{self.where}: layer_types has {sorted(kinds)}, "
                     "only 'full_attention' is supported"
+                    " [RL3002]"
                 )
 
 
@@ -122,14 +130,17 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
         raise ValueError(
             f"model folder {folder} does not exist: "
             "model.path must be a local Hugging Face folder with config.json and safetensors files"
+            " [RL3001]"
         )
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+        raise ValueError(
+            f"{folder} has no config.json: it is not a Hugging Face model folder [RL3001]"
+        )
     try:
         return dict(json.loads(file.read_text())), file
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is not a JSON object: {error}") from error
+        raise ValueError(f"{file} is not a JSON object: {error} [RL3001]") from error
 
 
 # Parts that families share. Each returns fields of `Architecture`.
@@ -149,6 +160,7 @@ def decoder(
         raise ValueError(
             f"{fields.where}: num_attention_heads={heads} is not a multiple of "
             f"num_key_value_heads={kv_heads}"
+            " [RL3002]"
         )
     hidden = fields.size("hidden_size")
     return {
@@ -174,6 +186,7 @@ def experts(fields: Fields, *counts: str) -> dict[str, Any]:
         raise ValueError(
             f"{fields.where}: num_experts_per_tok={per_token} is more than the "
             f"{num_experts} experts"
+            " [RL3002]"
         )
     return {"num_experts": num_experts, "experts_per_token": per_token}
 
@@ -185,6 +198,7 @@ def normalized(fields: Fields, experts_per_token: int) -> bool:
         raise ValueError(
             f"{fields.where}: norm_topk_prob=true with one expert per token weighs every expert "
             "by 1, so that its router cannot learn; Megatron refuses it, too"
+            " [RL3002]"
         )
     return norm_topk_prob
 
@@ -198,6 +212,7 @@ def every_nth_layer(fields: Fields, num_layers: int) -> tuple[int, ...]:
         raise ValueError(
             f"{fields.where}: decoder_sparse_step={step} and mlp_only_layers={dense} leave no "
             "layer with a router"
+            " [RL3002]"
         )
     return moe_layers
 
@@ -208,6 +223,7 @@ def from_layer(fields: Fields, name: str) -> tuple[int, ...]:
     if first >= num_layers:
         raise ValueError(
             f"{fields.where}: {name}={first} of {num_layers} layers leaves none with a router"
+            " [RL3002]"
         )
     return tuple(range(first, num_layers))
 
@@ -238,18 +254,19 @@ def rotary(
             raise ValueError(
                 f"{fields.where}: rope_scaling and rope_parameters differ in {key}: "
                 f"{settings[key]!r} and {declared[key]!r}; keep the one that is true"
+                " [RL3002]"
             )
         settings |= declared
     theta = settings.pop("rope_theta", None) or fields.get("rope_theta", default_theta)
     if theta is None:
-        raise ValueError(f"{fields.where}: field rope_theta is missing")
+        raise ValueError(f"{fields.where}: field rope_theta is missing [RL3002]")
     fields.ignore(*_ROTARY_FIELDS)
     # transformers 5 writes it in both places.
     outer_fraction = fields.get("partial_rotary_factor", 1.0)
     fraction = settings.pop("partial_rotary_factor", None) or outer_fraction
     if fraction != 1 and not partial_rotary:
         raise ValueError(
-            f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1"
+            f"{fields.where}: partial_rotary_factor={fraction} is not supported, only 1 [RL3002]"
         )
     kind = settings.pop("rope_type", settings.pop("type", "default"))
     settings.pop("type", None)
@@ -272,6 +289,7 @@ def _scaling(kind: str, settings: dict[str, Any], fields: Fields) -> Llama3Rotar
         raise ValueError(
             f"{fields.where}: rope_scaling of type {kind!r} is not supported, "
             f"only {', '.join(kinds)}"
+            " [RL3002]"
         )
     scaling = kinds[kind]
     try:
@@ -285,5 +303,5 @@ def _scaling(kind: str, settings: dict[str, Any], fields: Fields) -> Llama3Rotar
     except TypeError as error:
         declared = {"rope_type": kind, **settings}
         raise ValueError(
-            f"{fields.where}: rope_scaling={declared!r} is not supported: {error}"
+            f"{fields.where}: rope_scaling={declared!r} is not supported: {error} [RL3002]"
         ) from error

@@ -56,13 +56,15 @@ def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     declared = config.get("quantization_config")
     if declared is None:
         if config.get("compression_config") is not None:
-            raise ValueError(f"{where}: compression_config: {_ONLY}")
+            raise ValueError(f"{where}: compression_config: {_ONLY} [RL3009]")
         return None
     if not isinstance(declared, Mapping):
-        raise ValueError(f"{where}: quantization_config: expected an object, found {declared!r}")
+        raise ValueError(
+            f"{where}: quantization_config: expected an object, found {declared!r} [RL3009]"
+        )
     method = declared.get("quant_method")
     if method not in ("fp8", "mxfp4"):
-        raise ValueError(f"{where}: quantization_config.quant_method={method!r}: {_ONLY}")
+        raise ValueError(f"{where}: quantization_config.quant_method={method!r}: {_ONLY} [RL3009]")
     fields = _FP8_FIELDS if method == "fp8" else _MXFP4_FIELDS
     for name in sorted((declared.keys() | fields.keys()) - _LISTS):
         value = declared.get(name)
@@ -70,11 +72,13 @@ def quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
             raise ValueError(
                 f"{where}: quantization_config.{name}={value!r} is not known for {method}, and it "
                 "may change what the weights mean. Remove it if it does not"
+                " [RL3009]"
             )
         if value not in fields[name]:
             wanted = " or ".join(repr(v) for v in fields[name] if v is not None)
             raise ValueError(
                 f"{where}: quantization_config.{name}={value!r}: expected {wanted}. {_ONLY}"
+                " [RL3009]"
             )
     return BlockFP8() if method == "fp8" else MXFP4()
 

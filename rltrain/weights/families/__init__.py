@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.error_codes import with_code
 from rltrain.weights.architecture.config_json import Fields, read_json
 from rltrain.weights.architecture.decoder import Architecture, FamilyName
 from rltrain.weights.architecture.quantization_config import quantization
@@ -65,17 +66,18 @@ def architecture_from_config(config: Mapping[str, Any], where: str) -> Architect
     try:
         return Architecture(family=family.name, **settings)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(with_code(f"{where}: {error}", "RL3002")) from error
 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
     named = config.get("architectures") or []
     if len(named) == 1 and named[0] in REFUSED:
-        raise ValueError(f"{where}: {named[0]} cannot be trained: {REFUSED[named[0]]}")
+        raise ValueError(f"{where}: {named[0]} cannot be trained: {REFUSED[named[0]]} [RL3002]")
     if len(named) != 1 or named[0] not in _CLASSES:
         raise ValueError(
             f"{where}: architectures={named!r} is not supported; supported are "
             f"{', '.join(sorted(_CLASSES))}. docs/models.md says how to add a family"
+            " [RL3002]"
         )
     return _CLASSES[named[0]]
 

@@ -37,6 +37,7 @@ def _v3(fields: Fields) -> dict[str, Any]:
                 f"{fields.where}: {name}={fields.get(name)!r} is not supported for a DeepSeek-V3, "
                 f"only {value!r}. It must be there: transformers 5 leaves it out and means "
                 f"{value!r}, and vLLM takes a model without it for another one"
+                " [RL3002]"
             )
     # False would be the two halves of a head, not its pairs, and Megatron turns pairs.
     fields.only("rope_interleave", True)

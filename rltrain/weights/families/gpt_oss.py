@@ -46,6 +46,7 @@ def _no_factor_of_its_own(fields: Fields, scaling: Llama3Rotary | Yarn | None) -
         raise ValueError(
             f"{fields.where}: attention_factor={scaling.attention_factor} and "
             f"mscale={scaling.mscale} of the rotary scaling are not supported, only none"
+            " [RL3002]"
         )
 
 

@@ -29,6 +29,7 @@ def _no_acting_window(fields: Fields, max_positions: int) -> None:
         raise ValueError(
             f"{fields.where}: sliding_window={window} is less than "
             f"max_position_embeddings={max_positions} and would act, which is not supported"
+            " [RL3002]"
         )
 
 

@@ -100,7 +100,9 @@ def _header(file: Path) -> dict[str, tuple[dict[str, Any], int]]:
     try:
         header = json.loads(_read(file, 8, length))
     except ValueError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: fetch it again") from error
+        raise ValueError(
+            f"{file} is not a whole safetensors file: fetch it again [RL3003]"
+        ) from error
     return {n: (e, 8 + length) for n, e in header.items() if n != "__metadata__"}
 
 

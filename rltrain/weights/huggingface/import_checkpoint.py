@@ -58,7 +58,7 @@ def import_huggingface(
         )
         copy_config(source, folder / HUGGINGFACE, arch, dtype)
         if _files(source, checkpoint) != before:
-            raise ValueError(f"{source} changed while it was read; import it again")
+            raise ValueError(f"{source} changed while it was read; import it again [RL3003]")
         write_manifest(folder)
 
 

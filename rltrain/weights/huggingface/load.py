@@ -101,7 +101,9 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
         name = checkpoint.stored_name(tensor)
         wanted.add(name)
         if name not in checkpoint.tensors:
-            raise ValueError(f"{folder}: tensor {name} is in none of the safetensors files")
+            raise ValueError(
+                f"{folder}: tensor {name} is in none of the safetensors files [RL3003]"
+            )
         stored = checkpoint.tensors[name]
         shape = tensor.shape
         if name != tensor.name:
@@ -111,6 +113,7 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
             raise ValueError(
                 f"{stored.file}: {name} has shape {stored.data.get_shape()}, "
                 f"config.json asks for {list(shape)}"
+                " [RL3004]"
             )
     if arch.tie_embeddings or arch.value_head:
         # Some checkpoints repeat the embedding there. A critic does not need it.
@@ -123,4 +126,5 @@ def _check_tensors(checkpoint: Checkpoint, folder: Path, arch: Architecture) -> 
             f"{checkpoint.tensors[extra[0]].file}: {extra[0]} belongs to no part of a "
             f"{arch.family} ({len(extra)} such tensors): the folder is of another architecture "
             "than its config.json says"
+            " [RL3004]"
         )

@@ -37,7 +37,9 @@ def write_manifest(folder: Path) -> None:
 def check_manifest(folder: Path) -> None:
     """Raise ``ValueError`` unless ``folder`` holds exactly what its manifest says."""
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none")
+        raise ValueError(
+            f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none [RL6004]"
+        )
     expected = json.loads((folder / MANIFEST).read_text())
     present = _names(folder)
     if present != set(expected):
@@ -45,11 +47,13 @@ def check_manifest(folder: Path) -> None:
             f"{folder}: its manifest and its files differ: missing "
             f"{sorted(set(expected) - present)}, unknown {sorted(present - set(expected))}. It was "
             "copied in part or changed; use another checkpoint"
+            " [RL6004]"
         )
     for name, entry in _entries(folder, expected).items():
         if entry != expected[name]:
             raise ValueError(
                 f"{folder / name}: its content is not what {MANIFEST} says; use another checkpoint"
+                " [RL6004]"
             )
 
 

@@ -23,14 +23,16 @@ def new_folder(out: Path) -> Iterator[Path]:
         ValueError: ``out`` exists, or another process is writing it.
     """
     if out.exists():
-        raise ValueError(f"{out} exists already: choose another folder to write to")
+        raise ValueError(f"{out} exists already: choose another folder to write to [RL6009]")
     partial = out.with_name(f".{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with open(partial / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"{out}: another process is writing it; wait for that one") from error
+            raise ValueError(
+                f"{out}: another process is writing it; wait for that one [RL6009]"
+            ) from error
         folder = partial / "new"
         try:
             shutil.rmtree(folder, ignore_errors=True)  # mkdir reports what could not be removed

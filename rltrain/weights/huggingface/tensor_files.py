@@ -49,7 +49,7 @@ def open_folder(path: str | Path) -> dict[str, StoredTensor]:
         tensors = _joined(tensors, stored)
     for name, tensor in tensors.items():
         if (dtype := tensor.data.get_dtype()) not in _PLAIN:
-            raise ValueError(f"{tensor.file}: {name} is {dtype}; {_remedy(dtype, stored)}")
+            raise ValueError(f"{tensor.file}: {name} is {dtype}; {_remedy(dtype, stored)} [RL3009]")
     return tensors
 
 
@@ -104,6 +104,7 @@ def _shape(tensor: StoredTensor, name: str, least: int) -> tuple[int, ...]:
         raise ValueError(
             f"{tensor.file}: {name} has shape {shape}, expected a matrix"
             f"{' of each expert' if least > 2 else ''}: nothing else is quantized"
+            " [RL3009]"
         )
     return tuple(shape)
 
@@ -114,6 +115,7 @@ def _expect(tensor: StoredTensor, name: str, dtypes: set[str], shape: tuple[int,
         raise ValueError(
             f"{tensor.file}: {name} is {dtype} of shape {shape_in_file}; by quantization_config in "
             f"config.json it must be {' or '.join(sorted(dtypes))} of shape {list(shape)}"
+            " [RL3009]"
         )
 
 
@@ -127,11 +129,14 @@ def _open_files(folder: Path) -> dict[str, StoredTensor]:
                 raise ValueError(
                     f"{file}: {name} is in {tensors[name].file}, too, and only one of the two can "
                     "be meant: keep one"
+                    " [RL3003]"
                 )
             tensors[name] = StoredTensor(file, handle.get_slice(name))
     for name, file in declared.items():
         if name and (name not in tensors or tensors[name].file != file):
-            raise ValueError(f"{folder / INDEX} says that {name} is in {file}, and it is not there")
+            raise ValueError(
+                f"{folder / INDEX} says that {name} is in {file}, and it is not there [RL3003]"
+            )
     return tensors
 
 
@@ -143,20 +148,26 @@ def declared_files(folder: Path) -> dict[str, Path]:
     if not index.is_file():
         raise ValueError(
             f"{folder} has neither {SINGLE} nor {INDEX}: weights are read from safetensors only"
+            " [RL3003]"
         )
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = {str(name): Path(str(file)) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
+        raise ValueError(
+            f"{index} is not an index of safetensors files: {error!r} [RL3003]"
+        ) from error
     for name, file in files.items():
         if file.is_absolute() or ".." in file.parts:
             raise ValueError(
                 f"{index} says that {name} is in {file}, outside of the folder: a model is read "
                 "from its own folder only"
+                " [RL3003]"
             )
         if not (folder / file).is_file():
-            raise ValueError(f"{folder / file} is missing; {index} says that it holds {name}")
+            raise ValueError(
+                f"{folder / file} is missing; {index} says that it holds {name} [RL3003]"
+            )
     return {name: folder / file for name, file in files.items()}
 
 
@@ -166,4 +177,5 @@ def _open(file: Path) -> Any:
     except SafetensorError as error:
         raise ValueError(
             f"{file} is not a whole safetensors file ({error}): it may be truncated; fetch it again"
+            " [RL3003]"
         ) from error
