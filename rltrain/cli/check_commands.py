@@ -82,3 +82,17 @@ def keys(
     if not matching:
         raise ValueError(f"no key has {word!r} in its name; rltrain keys lists all of them")
     return 0
+
+
+@commands.command(**listed("rltrain explain RL1001", panel=PANEL))
+def explain(
+    codes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CODE", help="At the end of an error. Default: list all."),
+    ] = None,
+) -> int:
+    """Show what an error code means, what to do, and how to check it."""
+    from rltrain.config.error_codes import explain
+
+    sys.stdout.write(explain(codes or ()))
+    return 0

@@ -32,13 +32,16 @@ def fail(headline: str, error: Exception, status: int) -> int:
     """Print the error in the terminal. Errors not written for users are shown with their class."""
     if os.environ.get("RLTRAIN_DEBUG") == "1":
         raise error
+    from rltrain.config.error_codes import coded, help_line
     from rltrain.config.redact import redacted_text
 
     error = getattr(error, "cause", None) or error
     text = redacted_text(str(error), os.environ)
     if not isinstance(error, ValueError | RuntimeError | OSError):
         text = f"{type(error).__name__}: {text}"
-    sys.stderr.write(f"{headline}\n  {text.replace(chr(10), chr(10) + '  ')}\n")
+    text = coded(error, text)
+    indented = text.replace("\n", "\n  ")
+    sys.stderr.write(f"{headline}\n  {indented}\n{help_line(text)}")
     return status
 
 

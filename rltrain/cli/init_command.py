@@ -47,7 +47,7 @@ def write_run_folder(folder: Path, choices: Choices) -> None:
                 opened.write(text)
     except OSError as error:
         raise ValueError(
-            f"{folder}: expected a folder to write to, found: {error} [RL6009]"
+            f"{folder}: expected a folder to write to, found: {error} [RL6001]"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""Codes of error messages, such as RL1042, and their entries in docs/troubleshooting.md.
+"""Codes of error messages, such as RL1001, and their entries in docs/troubleshooting.md.
 
-A message that a user can act on ends in `` [RL1042]``. ``rltrain explain RL1042`` shows the entry.
+A message that a user can act on ends in `` [RL1001]``. ``rltrain explain RL1001`` shows the entry.
 """
 
 import errno
