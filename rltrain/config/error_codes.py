@@ -38,8 +38,12 @@ def codes_in(text: str) -> list[str]:
 
 
 def with_code(message: str, code: str) -> str:
-    """``message`` with ``code`` at its end, unless it has a more special one already."""
-    return message if codes_in(message) else f"{message} [{code}]"
+    """``message`` with ``code`` at its end, or the more special one that it has already."""
+    codes = codes_in(message)
+    if len(codes) > 1:  # a line each
+        return message
+    kept = codes[0] if codes else code
+    return f"{message.replace(f' [{kept}]', '')} [{kept}]"
 
 
 def coded(error: BaseException, text: str) -> str:

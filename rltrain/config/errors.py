@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rltrain.config.error_codes import codes_in
+from rltrain.config.error_codes import with_code
 from rltrain.config.reference import Key, keys, sections, show
 from rltrain.config.root import Config
 
@@ -56,9 +56,8 @@ def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
         return unknown_key(name)
     if detail["type"] == "value_error":
         error = detail["ctx"]["error"]
-        code = next(iter(codes_in(str(error))), "RL1003")
-        message = str(error).removesuffix(f" [{code}]")
-        return f"{name + ': ' if name else ''}{message} (rule: {broken_rule(error)}) [{code}]"
+        message = f"{name + ': ' if name else ''}{error} (rule: {broken_rule(error)})"
+        return with_code(message, "RL1003")
     shown = show(detail["input"])
     while name and name not in by_name:  # a member of a union or a dictionary has a longer path
         if name in set(sections()):

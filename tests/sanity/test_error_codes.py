@@ -87,7 +87,8 @@ def test_a_code_leads_to_its_entry() -> None:
     assert codes_in("a [RL1001]\nb [RL1002] [RL1001]") == ["RL1001", "RL1002"]
     assert help_line("a [RL1001]") == "help: rltrain explain RL1001\n" and help_line("a") == ""
     assert with_code("a", "RL1001") == "a [RL1001]"
-    assert with_code("a [RL1002]", "RL1001") == "a [RL1002]"
+    assert with_code("a [RL1002] (b)", "RL1001") == "a (b) [RL1002]"
+    assert with_code("a [RL1002]\nb [RL1003]", "RL1001") == "a [RL1002]\nb [RL1003]"
     shown = explain(["rl1001", "[RL6005]"])
     assert shown.startswith("RL1001: ") and "\nRL6005: " in shown
     assert "**" not in shown and "`" not in shown and "rltrain keys WORD" in shown

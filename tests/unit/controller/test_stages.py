@@ -172,7 +172,7 @@ def test_the_gate_opens_at_its_bound_and_names_the_first_layer_below() -> None:
     assert str(error.value) == (
         "layer 3: native routing shares 0.600 of the experts that were captured in the rollout, "
         "expected routing_replay.min_overlap=0.7 or more (chance is 0.250). The routes are not "
-        "those of these tokens, this layer or these weights"
+        "those of these tokens, this layer or these weights [RL5002]"
     )
 
 
