@@ -40,6 +40,7 @@ BAD_REQUESTS = {
     ("bench", "compare"): ["/nowhere", "/nowhere"],
     ("dashboard",): ["project"],
     ("data",): ["trainer.stpes=1"],
+    ("explain",): ["RL9999"],
     ("export",): ["/nowhere", "/nowhere/out"],
     ("import",): ["/nowhere", "/nowhere/out"],
     ("init",): ["/dev/null"],
