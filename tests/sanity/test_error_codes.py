@@ -1,4 +1,4 @@
-"""Every error code of the source has one entry in docs/troubleshooting.md, and every entry a code."""
+"""Every error code of the source has one entry in docs/troubleshooting.md, and none is unused."""
 
 import ast
 import re
