@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.cli.app import main
+from rltrain.config.hydra_groups import find_groups
 from rltrain.config.reference import keys, sections
 from rltrain.main import compose
 from tests.tutorial.pages import PAGES, blocks, check_output, run_page
@@ -69,6 +70,14 @@ def test_keys_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(rf"`((?:{roots})(?:\.\w+)+)(?:[=:][^`]*)?`", ours)
     named = [name for name in named if not name.endswith((".py", ".yaml"))]
     assert [name for name in named if name not in known and not name.startswith(free)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_options_that_a_page_names_exist(page: Path) -> None:
+    """``algorithm=ppo`` is a choice of the group ``algorithm``."""
+    groups = find_groups()
+    for name, option in re.findall(r"`\+?([a-z_]+)=(\w+)`", page.read_text()):
+        assert option in groups[name], f"{name}={option}"
 
 
 @pytest.mark.integration
