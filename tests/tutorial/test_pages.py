@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from rltrain.cli.app import main
+from rltrain.cli.init_command import write_run_folder
+from rltrain.cli.init_recipe import Choices
 from rltrain.config.hydra_groups import find_groups
 from rltrain.config.reference import keys, sections
 from rltrain.main import compose
@@ -48,8 +50,12 @@ def test_all_commands_of_a_page(page: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_for_gpus_compose(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_for_gpus_compose(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They stand in ``shell`` blocks, which are not run."""
+    write_run_folder(tmp_path / "run", Choices(gpus=4))
+    monkeypatch.chdir(tmp_path / "run")
     for block in blocks(page):
         assert block.kind in ("bash", "text", "shell", "python", "json", "yaml"), block.kind
         if block.kind != "shell":
