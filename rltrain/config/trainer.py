@@ -74,6 +74,40 @@ class ClusterConfig(Section):
         return self
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class AlertsConfig(Section):
+    """When a run is said to look sick (docs/tracking.md)."""
+
+    enabled: bool = True
+    window: Annotated[int, Field(ge=5)] = 20
+    """Steps before the recent ones that a metric is compared with. There are no alerts of falls
+    before so many steps."""
+    recent: Positive = 5
+    """Steps whose median has to have fallen; twice as many of the throughput."""
+    noise: Annotated[float, Field(gt=0)] = 8.0
+    """A fall is larger than this many standard errors of the recent median, a spike of k3 than
+    this many standard deviations of its logarithm, both by the window's median absolute
+    deviation."""
+    entropy: Share = 0.2
+    """Alert if the entropy falls below this share of the highest median of a window so far."""
+    length: Share = 0.4
+    """The same of the mean response length."""
+    reward: Share = 0.5
+    """Alert if the mean reward keeps less than this share of what it has gained since the first
+    window."""
+    throughput: Share = 0.5
+    """Alert if the tokens per second fall below this share of the window's median."""
+    k3_factor: Annotated[float, Field(ge=1)] = 10.0
+    """Alert if mismatch/k3 is this many times the window's median, and above ``k3_floor``."""
+    k3_floor: Annotated[float, Field(ge=0)] = 1e-3
+    coverage: Share = 1.0
+    """Alert if routing/coverage is below this."""
+    again_after: Positive = 50
+    """Steps before an alert of the same kind is raised again."""
+
+
 class TrackingConfig(Section):
     backends: list[Literal["wandb", "tensorboard", "mlflow"]] = Field(default=["wandb"])
     """Trackers that get a copy of what the run writes into its folder (docs/tracking.md). ``[]``:
@@ -91,6 +125,7 @@ class TrackingConfig(Section):
     rollouts_every: Annotated[int, Field(ge=0)] = 10
     """Steps between those whose training rollouts are kept in ``rollouts.jsonl``, token by token
     (docs/tracking.md). The first and the last step are always kept. 0: never keep any."""
+    alerts: AlertsConfig = AlertsConfig()
 
     @field_validator("wandb", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""JSON lines, each with a step: metrics.jsonl, samples.jsonl and rollouts.jsonl.
+"""JSON lines, each with a step: metrics, samples, rollouts and alerts of a run.
 
 A line is complete on disk before the next step starts, so a killed run loses at most a torn last
 line, which the reader drops.

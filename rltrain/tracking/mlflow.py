@@ -79,6 +79,13 @@ def _created(client: MlflowClient, tracking: TrackingConfig, config: Mapping[str
     return run_id
 
 
+def key(name: str) -> str:
+    """A metric's name in MLflow: ``routing/overlap.layer_3``. In its folders ``routing/overlap`` is
+    a file, so nothing can be below it."""
+    area, _, rest = name.partition("/")
+    return f"{area}/{rest.replace('/', '.')}"
+
+
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """``trainer.steps`` and its value, as on the command line; an empty section is one value."""
     for key, value in config.items():
@@ -96,7 +103,7 @@ class MlflowRun:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        values = [Metric(name, value, now, step) for name, value in metrics.items()]
+        values = [Metric(key(name), value, now, step) for name, value in metrics.items()]
         for n in range(0, len(values), MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=values[n : n + MOST_METRICS])
 

@@ -2,9 +2,9 @@
 
 The files come first, and their errors end the run. Other trackers get copies.
 
-The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, outcome.json,
-report.html and, on GPUs, gpus.csv; the report is written from these and config.yaml alone, also
-when the run failed.
+The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, alerts.jsonl,
+outcome.json, report.html and, on GPUs, gpus.csv; the report is written from these and config.yaml
+alone, also when the run failed.
 """
 
 import json
@@ -22,6 +22,7 @@ from rich.console import Console
 from rltrain.config.redact import redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
 from rltrain.planning.roofline import describe_bottleneck
+from rltrain.tracking.alerts import Alert, Watch
 from rltrain.tracking.backends import Rows, State, start_copies
 from rltrain.tracking.gpus import read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
@@ -57,8 +58,7 @@ class Tracker:
         num_steps: steps of the whole run, for the ETA. Steps count from 1; what is measured before
             the first is logged as step 0.
         first_step: 0 starts afresh; k + 1 resumes a run whose checkpoint is of step k, and lines
-            of metrics.jsonl, samples.jsonl and rollouts.jsonl at or past it are dropped; gpus.csv
-            begins anew.
+            of the .jsonl files at or past it are dropped; gpus.csv begins anew.
         gpus: those of the run, by NVML index or UUID; none are sampled where it is empty.
 
     Raises:
@@ -84,6 +84,9 @@ class Tracker:
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
         self._samples = JsonlWriter(run_dir / "samples.jsonl", first_step)
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
+        self._alerts = JsonlWriter(run_dir / "alerts.jsonl", first_step)
+        rows, raised = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "alerts"))
+        self._watch = Watch(tracking.alerts, rows, raised)
         self._copies = start_copies(run_dir, tracking, redacted(config), first_step)
         self._progress = ProgressLine(num_steps, first_step, console)
         self._gpus = start_gpu_log(run_dir / "gpus.csv", gpus)
@@ -102,6 +105,14 @@ class Tracker:
         for copy in self._copies:
             copy.log(step, metrics)
         self._progress.step(step, metrics)
+        for alert in self._watch.take(step, metrics):
+            self._alert(alert)
+
+    def _alert(self, alert: Alert) -> None:
+        self._alerts.write(alert.step, alert.row())
+        logger.warning("%s since step %d: %s", alert.title, alert.since, alert.text)
+        for copy in self._copies:
+            copy.alert(alert.step, alert.kind, f"Since step {alert.since}: {alert.text}")
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the first ``tracking.num_samples`` rollouts, each with all of ``SAMPLE_COLUMNS``."""
@@ -137,6 +148,7 @@ class Tracker:
             stack.callback(self._say_where_time_goes)
             stack.callback(self._finish_copies, state_of(error))
             stack.callback(write_outcome, self.run_dir, error)
+            stack.callback(self._alerts.close)
             stack.callback(self._rollouts.close)
             stack.callback(self._samples.close)
             stack.callback(self._metrics.close)

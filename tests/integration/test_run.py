@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {
+    "MLFLOW_ALLOW_FILE_STORE": "true",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from rltrain.cli.app import main as rltrain
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.tracking.jsonl import read_jsonl
+from rltrain.tracking.mlflow import key
 
 pytestmark = [
     pytest.mark.integration,
@@ -114,7 +116,7 @@ def check_copies(folder: Path, metrics: dict[int, dict[str, Any]]) -> None:
     for name in {name for row in metrics.values() for name in row} - {"step"}:
         logged = [(step, row[name]) for step, row in sorted(metrics.items()) if name in row]
         scalars = [(e.step, make_ndarray(e.tensor_proto).item()) for e in events.Tensors(name)]
-        history = [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
+        history = [(m.step, m.value) for m in client.get_metric_history(run_id, key(name))]
         assert scalars == history == logged
     tables = {
         item.path

@@ -88,7 +88,7 @@ def run_dir(tmp_path_factory):
     return folder
 
 
-LAYERS = {f"routing/overlap/layer_{i}": 0.9 for i in (1, 2)}
+LAYERS = {"routing/overlap": 0.95} | {f"routing/overlap/layer_{i}": 0.9 for i in (1, 2)}
 SECRET = "hf_do_not_show"
 ANSWER = "2 | `**`\n```<b>"
 """Text that would break a table, a block of code or a page."""
@@ -112,7 +112,8 @@ def copied_run(tmp_path_factory):
             for step in (first_step, first_step + 1):
                 tracker.rollouts(step, [ROLLOUT])
                 metrics = {"reward/mean": 0.25 * step + first_step, "mismatch/k3": 1e-5, **LAYERS}
-                tracker.log(step, metrics | {"policy/grad_norm": math.nan})
+                metrics |= {"policy/grad_norm": math.nan, "routing/coverage": 0.5}
+                tracker.log(step, metrics)
             tracker.samples(first_step, [SAMPLE, SAMPLE])
             tracker.finish(error)
     return folder

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from mlflow import MlflowClient
@@ -12,6 +13,7 @@ from rltrain.tracking.mlflow import flat, start
 
 @pytest.fixture(scope="module")
 def client(copied_run):
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # as `start` sets it
     return MlflowClient((copied_run / "mlflow").as_uri())
 
 
@@ -31,7 +33,8 @@ def artifact(client, run, path, folder):
 def test_metrics_lie_on_the_steps(client, run):
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(m.step, m.value) for m in history] == [(0, 0.0), (1, 0.25), (1, 1.25), (2, 1.5)]
-    assert run.data.metrics["routing/overlap/layer_2"] == 0.9
+    assert run.data.metrics["routing/overlap"] == 0.95
+    assert run.data.metrics["routing/overlap.layer_2"] == 0.9
     assert math.isnan(run.data.metrics["policy/grad_norm"])
 
 
@@ -48,6 +51,9 @@ def test_tables_and_the_catalogue_are_artifacts(client, run, tmp_path):
     assert len(table["data"]) == 2
     row = dict(zip(table["columns"], table["data"][0], strict=True))
     assert row["response"] == "2 | `**`\n```<b>"
+    assert "coverage is 0.5" in artifact(
+        client, run, "alerts/step_000000_missing_routes.txt", tmp_path
+    )
     rollouts = client.list_artifacts(run.info.run_id, "rollouts")
     assert [info.path[-6:] for info in rollouts] == ["0.json", "1.json", "2.json"]
     assert "| `mismatch/k3` |" in artifact(client, run, "metrics.md", tmp_path)

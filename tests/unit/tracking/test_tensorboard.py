@@ -49,6 +49,11 @@ def test_the_configuration_and_the_outcome_are_there_without_secrets(events, cop
     assert b"hf_do_not_show" not in written
 
 
+def test_an_alert_is_a_text(events):
+    ((step, text),) = texts(events, "alerts/missing_routes")
+    assert step == 0 and text.startswith("    Since step 0: routing/coverage is 0.5")
+
+
 def test_the_dashboard_is_the_layout_of_custom_scalars(events):
     ((_, data),) = {value[1:] and value for value in values(events, "custom_scalars__config__")}
     layout = Layout.FromString(data)

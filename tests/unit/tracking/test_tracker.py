@@ -69,6 +69,19 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
     assert read_jsonl(tmp_path / "rollouts.jsonl") == [{"step": 0, **ROLLOUT}]
 
 
+def test_an_alert_is_a_warning_and_a_line_and_not_said_again_after_a_resume(tmp_path, caplog):
+    for first_step in (0, 3):
+        with _tracker(tmp_path, first_step=first_step) as tracker:
+            for step in range(first_step, first_step + 3):
+                tracker.log(step, {"routing/coverage": 0.5 if step else 1.0})
+    (line,) = read_jsonl(tmp_path / "alerts.jsonl")
+    assert (line["step"], line["since"], line["kind"]) == (1, 1, "missing_routes")
+    assert (line["metric"], line["value"], line["expected"]) == ("routing/coverage", 0.5, 1.0)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("missing routes since step 1: routing/coverage is 0.5: ")
+
+
 METRICS = {"reward/mean": 0.4127, "eval/accuracy": 0.482, "mismatch/k3": 3.1e-5, "time/step": 5.21}
 
 

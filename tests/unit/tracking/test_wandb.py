@@ -76,6 +76,13 @@ def test_samples_and_rollouts_are_tables(runs, copied_run):
     assert row["reward_parts"] == '{"brief": -0.5}' and row["advantage"] == 0.25
 
 
+def test_an_alert_is_one_of_wandb(runs):
+    (alert,) = _records(runs[0], "alert")
+    assert (alert["title"], alert["level"]) == ("missing routes", "WARN")
+    assert alert["text"].startswith("Since step 0: routing/coverage is 0.5")
+    assert _records(runs[1], "alert") == []  # the resumed run remembers what was said
+
+
 def test_the_dashboard_is_in_the_run_by_section(runs):
     prefix = "_wandb.visualize."
     charts = {
@@ -88,6 +95,8 @@ def test_the_dashboard_is_in_the_run_by_section(runs):
     assert set(charts) == {
         "learning/reward",
         "mismatch/k3, as trained and native",
+        "routing/coverage",
+        "routing/overlap",
         "routing/overlap per layer",
     }
     assert charts["learning/reward"]["stringSettings"] == {"title": "reward", "xname": "step"}
