@@ -30,16 +30,14 @@ from rltrain.cli.typed_command import program
 from rltrain.config import Config
 from rltrain.config.error_codes import with_code
 from rltrain.config.errors import ConfigError, nearest, validate
-from rltrain.config.hydra_groups import (
+from rltrain.config.hydra_groups import Groups, conf_folder, find_groups, find_recipes
+from rltrain.config.overrides import Override, check_overrides
+from rltrain.config.recipe_file import (
     RECIPE_FILE,
-    Groups,
-    conf_folder,
-    find_groups,
-    find_recipes,
+    check_folder_of_command,
     no_override,
     split_recipe_file,
 )
-from rltrain.config.overrides import Override, check_overrides
 from rltrain.config.saved_config import save_config, save_recipe
 
 if TYPE_CHECKING:
@@ -161,7 +159,10 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
         raise ConfigError(
             "recipe: its file must begin with the line '# @package _global_' [RL1009]"
         )
-    return validate({str(key): value for key, value in values.items()})
+    config = validate({str(key): value for key, value in values.items()})
+    if recipe_file is not None:
+        check_folder_of_command(recipe_file, config)
+    return config
 
 
 def save_changes_of_recipe(

@@ -1,15 +1,11 @@
 """The configuration files that Hydra composes: their folders, groups and options."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.config.errors import ConfigError
 
 Groups = dict[str, dict[str, Path]]
 """Group -> option -> file, e.g. ``groups["data"]["jsonl"]``."""
-
-RECIPE_FILE = "recipe_file"
-"""The recipe whose file stands on the command line, as an option of the group ``recipe``."""
 
 
 def conf_folder() -> Path:
@@ -48,41 +44,6 @@ def find_groups(config_dir: Path | None = None) -> Groups:
                 )
             options[file.stem] = file
     return groups
-
-
-def split_recipe_file(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
-    """The overrides among the arguments, and the recipe file: one like ``my_run/recipe.yaml``.
-
-    Raises:
-        ConfigError: there is no such file, or there are two.
-    """
-    names = [name for name in arguments if "=" not in name and name.endswith((".yaml", ".yml"))]
-    if len(names) > 1:
-        raise ConfigError(
-            f"expected one recipe file, found {len(names)}: {', '.join(names)} [RL1008]"
-        )
-    overrides = [argument for argument in arguments if argument not in names]
-    if not names:
-        return overrides, None
-    file = Path(names[0]).expanduser()
-    if not file.is_file():
-        near = sorted(map(str, Path().glob("*.yaml"))) + sorted(map(str, Path().glob("*/*.yaml")))
-        raise ConfigError(
-            f"{file}: there is no such recipe file in {Path.cwd()}. "
-            + (f"Here: {', '.join(near[:4])}" if near else "`rltrain init FOLDER` writes one")
-            + " [RL1007]"
-        )
-    return [f"+recipe={RECIPE_FILE}", *overrides], file
-
-
-def no_override(argument: str, groups: Groups) -> str:
-    """What to type instead of an argument that is neither ``name=value`` nor a recipe file."""
-    inner = Path(argument) / "recipe.yaml"
-    if inner.is_file():
-        return f"; the folder has a recipe: {inner}"
-    if argument in groups["recipe"]:
-        return f"; a recipe is added with +recipe={argument}"
-    return ""
 
 
 def summary(file: Path) -> str:

@@ -155,7 +155,8 @@ def test_odd_names_of_folders_and_files_are_kept(
     config = made(monkeypatch, data=f"{name}/rows.jsonl", model=f"{name}/model")
     assert (config.data.path, config.model.path) == (str(data), str(model))
     write_run_folder(Path(name), Choices())
-    assert compose([f"./{name}/recipe.yaml"]).trainer.steps == 40
+    monkeypatch.chdir(name)
+    assert compose([f"../{name}/recipe.yaml"]).trainer.steps == 40
 
 
 @pytest.mark.parametrize(("gpus", "ep"), [(1, 1), (3, 1), (6, 2), (8, 8)])

@@ -146,6 +146,29 @@ def test_a_recipe_file_is_found_from_the_folder_of_the_command(
         compose([str(file), "+recipe=grpo_moe_r3"])
 
 
+def test_a_recipe_whose_files_lie_beside_it_names_the_folder_to_run_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my_run"
+    (folder / "data").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(
+        "defaults:\n  - override /data: jsonl\ndata:\n  path: data/a.jsonl\n"
+        "  reward:\n    function: reward.py:score\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    compose(["my_run/recipe.yaml"])  # neither here nor there: reading the data will say so
+    (folder / "reward.py").touch()
+    with pytest.raises(ConfigError, match=r"data.reward.function: there is no reward.py "):
+        compose(["my_run/recipe.yaml"])
+    (tmp_path / "reward.py").touch()
+    compose(["my_run/recipe.yaml"])
+    (folder / "data" / "a.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"data.path: there is no .* run the command in my_run"):
+        compose(["my_run/recipe.yaml"])
+    monkeypatch.chdir(folder)
+    compose(["recipe.yaml"])
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
