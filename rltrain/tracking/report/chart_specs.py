@@ -48,12 +48,15 @@ class ChartSpec:
     nonzero: bool = False
 
 
+EVALUATION_SET = "eval/(?!part/)(.+)"
+"""Metrics of one of several evaluation sets; ``eval/part/`` are parts of the reward."""
+
 LEARNING = (
     ChartSpec(
         "Accuracy on held-out problems",
         (
             LineSpec("eval/accuracy", "all evaluation problems", sparse=True),
-            LineSpec("eval/(.+)/accuracy", r"\1", sparse=True),
+            LineSpec(f"{EVALUATION_SET}/accuracy", r"\1", sparse=True),
         ),
         "Greedy responses to problems that the run never trains on.",
         unit="share",
@@ -69,14 +72,17 @@ LEARNING = (
     ),
     ChartSpec(
         "Parts of the reward",
-        (LineSpec("reward/[^/]+/(.+)", r"\1"),),
+        (
+            LineSpec("reward/part/(.+)", r"\1"),
+            LineSpec("eval/part/(.+)", r"\1, evaluation", sparse=True),
+        ),
         "The mean of each part that the reward function returns.",
     ),
     ChartSpec(
         "Mean reward on held-out problems",
         (
             LineSpec("eval/reward_mean", "all evaluation problems", sparse=True),
-            LineSpec("eval/(.+)/reward_mean", r"\1", sparse=True),
+            LineSpec(f"{EVALUATION_SET}/reward_mean", r"\1", sparse=True),
         ),
         "Greedy responses.",
     ),
@@ -94,7 +100,7 @@ LEARNING = (
             LineSpec("rollout/response_length_mean", "mean"),
             LineSpec("rollout/response_length_max", "longest"),
             LineSpec("eval/response_length_mean", "mean, evaluation", sparse=True),
-            LineSpec("eval/(.+)/response_length_mean", r"mean, \1", sparse=True),
+            LineSpec(f"{EVALUATION_SET}/response_length_mean", r"mean, \1", sparse=True),
         ),
         unit="tokens",
     ),
@@ -103,9 +109,9 @@ LEARNING = (
         (
             LineSpec("rollout/truncated_fraction", "truncated in training"),
             LineSpec("eval/truncated_fraction", "truncated, evaluation", sparse=True),
-            LineSpec("eval/(.+)/truncated_fraction", r"truncated, \1", sparse=True),
+            LineSpec(f"{EVALUATION_SET}/truncated_fraction", r"truncated, \1", sparse=True),
             LineSpec("eval/format_error_fraction", "format errors, evaluation", sparse=True),
-            LineSpec("eval/(.+)/format_error_fraction", r"format errors, \1", sparse=True),
+            LineSpec(f"{EVALUATION_SET}/format_error_fraction", r"format errors, \1", sparse=True),
         ),
         "A truncated response reached the token limit.",
         unit="share",
@@ -127,7 +133,7 @@ LEARNING = (
             LineSpec("reward/failed_fraction", "raised or crashed"),
             LineSpec("reward/timeout_fraction", "ran out of time"),
             LineSpec("eval/failed_fraction", "evaluation", sparse=True),
-            LineSpec("eval/(.+)/failed_fraction", r"\1", sparse=True),
+            LineSpec(f"{EVALUATION_SET}/failed_fraction", r"\1", sparse=True),
         ),
         unit="share",
         nonzero=True,

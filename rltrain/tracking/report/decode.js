@@ -2,12 +2,24 @@
 const PAGE = JSON.parse(document.getElementById("page-data").textContent);
 const decoded = new Map();
 
-function floats(text) {
+function bytesOf(text) {
   const binary = atob(text);
   const bytes = new Uint8Array(binary.length);
   for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
-  const view = new DataView(bytes.buffer);
-  const values = new Float64Array(bytes.length / 4);
+  return new DataView(bytes.buffer);
+}
+
+function stepsOf([first, text]) {
+  if (first === null) return floats(text);
+  const view = bytesOf(text);
+  const steps = new Float64Array(view.byteLength / 2 + 1).fill(first);
+  for (let i = 1; i < steps.length; i++) steps[i] = steps[i - 1] + view.getUint16(2 * (i - 1), true);
+  return steps;
+}
+
+function floats(text) {
+  const view = bytesOf(text);
+  const values = new Float64Array(view.byteLength / 4);
   for (let i = 0; i < values.length; i++) values[i] = view.getFloat32(4 * i, true);
   return values;
 }
@@ -16,7 +28,7 @@ function floats(text) {
 function seriesOf(key) {
   if (!decoded.has(key)) {
     const [steps, values, logged] = PAGE.series[key];
-    if (!decoded.has(steps)) decoded.set(steps, floats(PAGE.steps[steps]));
+    if (!decoded.has(steps)) decoded.set(steps, stepsOf(PAGE.steps[steps]));
     decoded.set(key, { steps: decoded.get(steps), values: floats(values), logged });
   }
   return decoded.get(key);

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 700_000
 MAX_EVALUATION_BYTES = 300_000
 MAX_TOKENS = 1_500
 TOKEN_VALUES = ("rollout_logprobs", "old_logprobs", "ratio", "flipped", "loss_mask")

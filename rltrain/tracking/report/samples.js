@@ -1,9 +1,9 @@
 // Training rollouts: a step, its groups, and tokens coloured by what one chooses.
 const COLOURS = {
-  difference: { label: "log-probability difference", caption: "|log-probability in training - in rollout|", of: (rollout, i) => Math.abs(rollout.old_logprobs[i] - rollout.rollout_logprobs[i]), needs: ["old_logprobs", "rollout_logprobs"], full: 0.5 },
-  ratio: { label: "ratio", caption: "|log ratio| of the update", of: (rollout, i) => Math.abs(Math.log(rollout.ratio[i])), needs: ["ratio"], full: 0.5 },
-  flipped: { label: "flipped routes", caption: "flipped by routing", of: (rollout, i) => rollout.flipped[i], needs: ["flipped"], full: 1 },
-  none: { label: "no colour", caption: "", of: () => 0, needs: [], full: 1 },
+  difference: { label: "log-probability difference", caption: "|training - rollout|, nats", of: (rollout, i) => Math.abs(rollout.old_logprobs[i] - rollout.rollout_logprobs[i]), needs: ["old_logprobs", "rollout_logprobs"] },
+  ratio: { label: "ratio", caption: "|log ratio| of training over rollout; blue where training finds the token less probable", of: (rollout, i) => Math.log(rollout.ratio[i]), needs: ["ratio"] },
+  flipped: { label: "flipped routes", caption: "a routing difference can have changed the log-probability", of: (rollout, i) => rollout.flipped[i], needs: ["flipped"] },
+  none: { label: "no colour", caption: "", of: () => 0, needs: [] },
 };
 const samples = { step: null, colour: null, full: 1 };
 
@@ -40,7 +40,7 @@ function showRollouts() {
   const shown = PAGE.rollouts.filter((rollout) => rollout.step === samples.step);
   const colour = COLOURS[samples.colour];
   const values = shown.flatMap((rollout) => tokenValues(rollout, colour)).filter(Number.isFinite);
-  samples.full = samples.colour === "flipped" ? 1 : Math.max(1e-6, ...values.slice(0, 50000));
+  samples.full = samples.colour === "flipped" ? 1 : values.reduce((most, value) => Math.max(most, Math.abs(value)), 1e-6);
   const scale = document.getElementById("token-scale");
   scale.replaceChildren();
   if (colour.caption) scale.append("0", make("i", { class: "ramp" }), `${digits(samples.full, 3)}  ${colour.caption}`);
@@ -48,8 +48,7 @@ function showRollouts() {
 }
 
 function tokenValues(rollout, colour) {
-  if (!colour.needs.every((key) => rollout[key])) return rollout.tokens.map(() => NaN);
-  return rollout.tokens.map((_, i) => colour.of(rollout, i));
+  return rollout.tokens.map((_, i) => (colour.needs.every((key) => rollout[key] && rollout[key][i] !== null) ? colour.of(rollout, i) : NaN));
 }
 
 function rolloutCard(rollout) {
@@ -73,7 +72,7 @@ function tokenText(rollout) {
   const text = make("pre", { class: "tokens", tabindex: "0", "aria-label": "Response. Arrow keys move from token to token." });
   rollout.tokens.forEach((token, i) => {
     const span = make("span", { "data-token": `${i}` }, token === "" ? "\u2205" : token);
-    if (Number.isFinite(values[i]) && values[i] > 0) span.style.background = `rgba(${color("token")}, ${(0.85 * Math.min(1, values[i] / samples.full)).toFixed(3)})`;
+    if (values[i]) span.style.background = `rgba(${color(values[i] < 0 ? "token-low" : "token")}, ${(0.85 * Math.min(1, Math.abs(values[i]) / samples.full)).toFixed(3)})`;
     if (rollout.loss_mask && rollout.loss_mask[i] === 0) span.classList.add("masked");
     text.append(span);
   });

@@ -1,7 +1,7 @@
 """Numbers over steps: read from rows, thinned, smoothed, searched for spikes, packed for a page.
 
-Pure functions. A page holds a series as base64 of little-endian float32, which JavaScript reads
-without parsing; series logged at the same steps share one array of steps.
+Pure functions. A page holds values as base64 of little-endian float32, and steps as base64 of the
+uint16 distances between them. Series logged at the same steps share one array of steps.
 """
 
 import base64
@@ -114,17 +114,28 @@ def pack(values: Sequence[float]) -> str:
         return base64.b64encode(np.array(values, dtype="<f4").tobytes()).decode("ascii")
 
 
+def pack_steps(steps: Sequence[float]) -> list[Any]:
+    """The first step and the packed distances to the next ones; else float32, after a null."""
+    distances = np.diff(np.array(steps))
+    if all(0 <= d < 2**16 and d == int(d) for d in distances.tolist()):
+        packed = base64.b64encode(distances.astype("<u2").tobytes()).decode("ascii")
+        return [steps[0] if steps else 0, packed]
+    return [None, pack(steps)]
+
+
 @dataclass
 class PackedSeries:
     """The series of one page, by key, for its JSON."""
 
-    steps: list[str] = field(default_factory=list)
+    steps: list[list[Any]] = field(default_factory=list)
     series: dict[str, list[Any]] = field(default_factory=dict)
     """Key -> number of its array of steps, packed values, number of points before thinning."""
 
+    _numbers: dict[tuple[float, ...], int] = field(default_factory=dict)
+
     def add(self, key: str, series: Series, points: int) -> None:
         drawn = thinned(series, points)
-        steps = pack(drawn.steps)
-        if steps not in self.steps:
-            self.steps.append(steps)
-        self.series[key] = [self.steps.index(steps), pack(drawn.values), len(series.steps)]
+        number = self._numbers.setdefault(tuple(drawn.steps), len(self.steps))
+        if number == len(self.steps):
+            self.steps.append(pack_steps(drawn.steps))
+        self.series[key] = [number, pack(drawn.values), len(series.steps)]
