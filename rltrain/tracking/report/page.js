@@ -46,16 +46,18 @@ function startMetricCharts() {
 
 function openMetricChart(row, name) {
   const id = `metric ${name}`;
-  PAGE.charts[id] = { kind: "lines", title: name, lines: [{ key: name, label: name, color: 0, style: "line", spikes: [] }], unit: "number", log: "off", bounds: null, group: id, x: "step", heatmap: null };
+  const lines = PAGE.metric_lines?.[name] ?? [{ key: name, label: name, color: 0, style: "line", spikes: [] }];
+  PAGE.charts[id] = { kind: "lines", title: name, lines, unit: "number", log: "off", bounds: null, group: id, x: "step", heatmap: null };
   const chart = make("div", { class: "chart", id, tabindex: "0", role: "img", "aria-label": name });
-  const { steps, logged } = seriesOf(name);
-  const caption = steps.length < logged ? make("p", { class: "caption" }, `${steps.length} of ${logged} values: the lowest and the highest of each interval.`) : "";
+  const drawnSeries = lines.map((line) => seriesOf(line.key));
+  const thinned = drawnSeries.some(({ steps, logged }) => steps.length < logged);
+  const caption = thinned ? make("p", { class: "caption" }, "A part of the values: the lowest and the highest of each interval of steps.") : "";
   const figure = make("figure", {}, chart, make("ul", { class: "legend" }), caption);
-  const cell = make("td", { colspan: "5" }, figure);
+  const cell = make("td", { colspan: `${row.children.length}` }, figure);
   row.after(make("tr", { class: "metric-chart" }, cell));
   const group = groupOf(id);
   group.ids = [id];
-  group.extent = [steps[0], steps[steps.length - 1]];
+  group.extent = [Math.min(...drawnSeries.map(({ steps }) => steps[0])), Math.max(...drawnSeries.map(({ steps }) => steps[steps.length - 1]))];
   draw(id);
 }
 

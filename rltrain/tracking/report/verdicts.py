@@ -65,10 +65,10 @@ def _accuracy(rows: Rows) -> Verdict | None:
             f"{change} points from step {steps[0]} to {steps[-1]}; {reason}",
             "unjudged",
         )
-    spread = _spread((first, counts[0]), (last, counts[-1]))
+    spread = share_spread((first, counts[0]), (last, counts[-1]))
     detail = f"{change} +- {100 * spread:.1f} points from step {steps[0]} to {steps[-1]}"
     peak = values.index(best)
-    fell = best - last > _spread((best, counts[peak]), (last, counts[-1]))
+    fell = best - last > share_spread((best, counts[peak]), (last, counts[-1]))
     if fell:
         detail += f"; {best:.1%} at step {steps[peak]}"
     state: State = "mixed"
@@ -79,7 +79,7 @@ def _accuracy(rows: Rows) -> Verdict | None:
     return Verdict("Accuracy", f"{first:.1%} to {last:.1%}", detail, state)
 
 
-def _spread(*shares: tuple[float, float]) -> float:
+def share_spread(*shares: tuple[float, float]) -> float:
     """Half the 95 % interval of the difference between two ``(share, number of problems)``.
 
     One success and one failure are added to both shares: the interval of 0 of n would else be empty
