@@ -169,15 +169,16 @@ def save_changes_of_recipe(
     config: Config, overrides: Sequence[str], config_dir: Path | None
 ) -> None:
     """Write which keys the command line changed of the recipe that it names, for the report."""
-    texts, file = split_recipe_file(overrides)
-    if file is not None:
-        save_recipe(config, str(file), compose([str(file)], config_dir))
-        return
+    rest, recipe_file = split_recipe_file(overrides)
     groups = find_groups(config_dir)
-    parsed = [parse_override(text, groups) for text in texts]
-    for name in [override.value for override in parsed if override.name == "recipe"][-1:]:
+    parsed = [parse_override(text, groups) for text in rest]
+    named = [str(override.value) for override in parsed if override.name == "recipe"]
+    if recipe_file is not None:
+        named = [str(recipe_file)]
+    for name in named[-1:]:
+        alone = name if recipe_file else f"+recipe={name}"
         with suppress(ConfigError):  # alone, a recipe may lack a key such as model.path
-            save_recipe(config, str(name), compose([f"+recipe={name}"], config_dir))
+            save_recipe(config, name, compose([alone], config_dir))
 
 
 @cache

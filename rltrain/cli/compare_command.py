@@ -9,8 +9,11 @@ def compare(folders: Sequence[Path], output: Path = Path("compare.html")) -> int
     """Write the page ``output`` about these runs and print a short table.
 
     Raises:
-        ValueError: fewer than two folders, the same one twice, or one that holds no run.
+        ValueError: fewer than two folders, the same one twice, one that holds no run, or no folder
+            for the page.
     """
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: expected a file in a folder that exists")
     from rich.console import Console
 
     from rltrain.tracking.report.compare import (

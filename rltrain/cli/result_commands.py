@@ -19,6 +19,23 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder o
     return report(run)
 
 
+@commands.command(**listed("rltrain compare outputs/first outputs/second", panel=PANEL))
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="The folders of two or more runs. The first counts as the baseline.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
+) -> int:
+    """Compare runs: curves together, differences of configuration, verdicts with intervals."""
+    from rltrain.cli.compare_command import compare
+
+    return compare(runs, output)
+
+
 @commands.command(**listed("rltrain dashboard my-team/my-project", panel=PANEL))
 def dashboard(
     project: Annotated[str, typer.Argument(metavar="ENTITY/PROJECT", help="Of wandb.")],

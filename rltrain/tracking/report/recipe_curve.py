@@ -45,6 +45,8 @@ def recipe_of(run: RunFolder) -> RecipeOfRun | None:
     except ValueError:  # a hand-edited comment is not a command
         return None
     names = [word.partition("=")[2] for word in words if word.startswith("+recipe=")]
+    if "name" in run.recipe:
+        names.append(str(run.recipe["name"]))
     if not names:
         return None
     overrides = [w for w in words if "=" in w and not w.startswith(("+recipe=", "-"))]

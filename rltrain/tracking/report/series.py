@@ -14,7 +14,7 @@ import numpy as np
 
 SMOOTHING_WINDOW = 9
 SPIKE_WINDOW = 51
-SPIKE_Z = 4.0
+SPIKE_Z = 4.5
 FEWEST_FOR_SPIKES = 12
 
 
