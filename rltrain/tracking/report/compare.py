@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rltrain.config.differences import ABSENT, differences
 from rltrain.tracking.report.chart_specs import LEARNING, MISMATCH, STEP_TIME, TIME, ChartSpec
-from rltrain.tracking.report.charts import Chart, ChartPage, Line, log_choice, summary
+from rltrain.tracking.report.charts import Chart, ChartPage, Line, Style, log_choice, summary
 from rltrain.tracking.report.heatmaps import LAYER
 from rltrain.tracking.report.page import MAX_LISTED_LAYERS, SECTIONS_OF_PAGE, header, write_page
 from rltrain.tracking.report.paired_runs import (
@@ -27,6 +27,7 @@ LAST_SHARE = 1 / 3
 """Of the common steps, those at the end whose reward is compared."""
 ACCURACY = re.compile(r"eval/(?:(?!part/)(.+)/)?accuracy")
 IGNORED = ("trainer.output_dir",)
+SEEDS = ("trainer.seed", "data.seed")
 SAME_PROBLEMS = (*NO_EFFECT, "data.seed")
 """Keys of ``data`` that leave the problems those of the same kind."""
 
@@ -205,7 +206,7 @@ def notes_of(runs: Sequence[ComparedRun], changes: Mapping[str, Sequence[Any]]) 
         f"One seed each: {seeds}. The intervals cover the problems and the steps of these runs. "
         "They do not cover what other seeds would give."
     ]
-    if changes and all(key == "trainer.seed" for key in changes):
+    if changes and all(key in SEEDS for key in changes):
         notes.append("The runs differ in the seed alone: what differs is what seeds do.")
     if not common_metrics(runs):
         notes.append("The runs have no metric in common: there is nothing to compare.")
@@ -267,7 +268,7 @@ def _add_charts(
                 if name in run.series:
                     one = run.series[name]
                     page.series[_key(name, i)] = smoothed(one) if trend else one
-                    style = "points" if line_spec.sparse else "line"
+                    style: Style = "points" if line_spec.sparse else "line"
                     lines.append(Line(_key(name, i), run.label, i, style))
             title = spec.title if len(spec.lines) == 1 else f"{spec.title}: {label}"
             page.add(

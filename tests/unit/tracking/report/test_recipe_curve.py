@@ -16,7 +16,7 @@ COMMAND = "# python -m rltrain.main +recipe=grpo_moe_r3"
 def _recipe(folder, command, changes=None):
     (folder / "config.yaml").write_text(f"{command}\n{yaml.safe_dump({'trainer': {'seed': 1}})}")
     if changes is not None:
-        (folder / "recipe.json").write_text(json.dumps({"name": "x", "changes": changes}))
+        (folder / "recipe.json").write_text(json.dumps({"name": "grpo_moe_r3", "changes": changes}))
     return recipe_of(read_run(folder))
 
 
