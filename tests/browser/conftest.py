@@ -90,7 +90,7 @@ def _rollout(step: int, sample: int) -> dict[str, Any]:
         "reward_parts": {"format": 0.25},
         "advantage": sample - 0.5,
         "finish_reason": "stop",
-        "tokens": ["four ", ATTACK, "."],
+        "tokens": ["four ", "<b>4</b>", ATTACK],
         "rollout_logprobs": [-0.5, -1.0, -0.1],
         "old_logprobs": [-0.5, -1.75, -0.1],
         "ratio": [1.0, 0.4724, 1.0],

@@ -158,6 +158,11 @@ def test_keys_move_from_step_to_step_and_zoom(opened, report):
     assert page.locator("#learning .reset-zoom").is_visible()
     page.keyboard.press("0")
     assert not page.locator("#learning .reset-zoom").is_visible()
+    layers = figure(page, "Experts that native routing also picks, by layer")
+    layers.locator(".chart").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.locator("#announcement").inner_text() == "layer 1, step 1: 0.99"
 
 
 def test_rollouts_show_rewards_and_colour_tokens_by_choice(opened, report):
@@ -172,6 +177,7 @@ def test_rollouts_show_rewards_and_colour_tokens_by_choice(opened, report):
     background = "element => getComputedStyle(element).backgroundColor"
     by_difference = token.evaluate(background)
     token.hover()
+    page.locator("#token-tip").wait_for(state="visible")
     tip = " ".join(page.locator("#token-tip").inner_text().split())
     for fact in ("difference -0.75", "ratio 0.4724", "flipped no", "in the loss yes"):
         assert fact in tip
@@ -229,10 +235,12 @@ def test_print_shows_every_chart_as_a_light_picture_that_fits(scheme, opened, re
     pictures.last.wait_for()
     assert pictures.count() == charts
     assert page.locator("canvas:visible").count() == 0
-    for picture in (pictures.first, pictures.last):
+    for picture in pictures.all():
         box = picture.bounding_box()
+        assert picture.evaluate("image => image.naturalWidth") >= 800
         assert box["x"] >= 0 and box["x"] + box["width"] <= 780
-        assert (255, 255, 255) in colours(picture.screenshot())
+        shown = colours(picture.screenshot())
+        assert (255, 255, 255) in shown and len(shown) > 3
     for section in ("learning", "mismatch", "time", "samples", "metrics"):
         assert page.locator(f"#{section} h2").is_visible()
     assert len(page.pdf()) > 50_000

@@ -48,14 +48,15 @@ function baseOption(chart) {
   return {
     animation: false,
     textStyle: { fontFamily: FONT },
-    grid: { left: 6, right: 16, top: 14, bottom: 4, containLabel: true },
+    grid: { left: 16, right: 16, top: 14, bottom: 4, containLabel: true },
     xAxis: {
       type: "value", min: low - pad, max: high + pad, minInterval: 1, ...axisStyle(),
       splitLine: { show: false },
+      name: chart.spec.x, nameLocation: "start", nameGap: 6, nameTextStyle: { ...axisStyle().nameTextStyle, align: "right", verticalAlign: "top", padding: [7, 4, 0, 0] },
       axisLabel: { ...axisStyle().axisLabel, formatter: (x) => (Number.isInteger(x) ? `${x}` : ""), showMinLabel: pad === 0, showMaxLabel: pad === 0 },
       axisPointer: { lineStyle: { color: color("soft") }, label: { show: false } },
     },
-    dataZoom: [{ type: "inside", xAxisIndex: 0, filterMode: "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: "shift", moveOnMouseWheel: false, preventDefaultMouseMove: false }],
+    dataZoom: [{ type: "inside", xAxisIndex: 0, filterMode: isDense(chart.spec) ? "filter" : "none", zoomOnMouseWheel: "ctrl", moveOnMouseMove: "shift", moveOnMouseWheel: false, preventDefaultMouseMove: false }],
     legend: { show: false },
     tooltip: {
       trigger: "axis", confine: true, backgroundColor: color("card"), borderColor: color("rule"), padding: [7, 11],
@@ -63,6 +64,11 @@ function baseOption(chart) {
       formatter: (points) => tip(chart, points[0]?.axisValue),
     },
   };
+}
+
+// With many points the vertical axis follows the zoom. With few, a line would lose its ends.
+function isDense(spec) {
+  return spec.kind === "lines" && spec.lines.every((line) => seriesOf(line.key).steps.length > FEW_POINTS);
 }
 
 function barWidth(spec) {
@@ -133,7 +139,6 @@ function stackOption(chart) {
   const { spec } = chart;
   const width = barWidth(spec);
   const option = baseOption(chart);
-  option.dataZoom[0].filterMode = "none";
   return {
     ...option,
     yAxis: { type: "value", ...axisStyle(), splitNumber: 4, axisLine: { show: false }, axisLabel: { ...axisStyle().axisLabel, formatter: (value) => format(value, spec.unit, 3) } },
@@ -189,7 +194,7 @@ function heatmapOption(chart) {
       },
       { type: "scatter", data: Array.from({ length: map.columns }, (_, i) => [map.first + i * map.width, 0, values[i]]), symbolSize: 0, silent: true },
     ],
-    tooltip: { ...option.tooltip, axisPointer: { type: "cross", snap: false, label: { show: false }, crossStyle: { color: color("soft") } }, formatter: () => heatmapTip(chart, values) },
+    tooltip: { ...option.tooltip, axisPointer: { type: "cross", snap: false, label: { show: false }, crossStyle: { color: color("soft") } }, formatter: () => heatmapTip(chart) },
   };
 }
 
@@ -222,12 +227,12 @@ function optionOf(chart) {
   return { lines: linesOption, stack: stackOption, heatmap: heatmapOption }[chart.spec.kind](chart);
 }
 
-// Draws a chart, or draws it again in the colours and state of now.
-function draw(id) {
+// Draws a chart, or draws it again in the colours and state of now; `size` is that of a picture.
+function draw(id, size) {
   const element = document.getElementById(id);
   const spec = PAGE.charts[id];
   if (!drawn.has(id)) {
-    const view = echarts.init(element, null, { renderer: "canvas" });
+    const view = echarts.init(element, null, { renderer: "canvas", ...size });
     const figure = element.closest("figure");
     const chart = { id, spec, view, element, figure, log: spec.log === "on", hidden: new Set(), step: null, pointer: null };
     drawn.set(id, chart);
@@ -235,6 +240,7 @@ function draw(id) {
     addLegend(chart);
   }
   const chart = drawn.get(id);
+  if (size) chart.view.resize(size);
   chart.view.setOption(optionOf(chart), { notMerge: true });
   for (const key of chart.hidden) chart.view.dispatchAction({ type: "legendUnSelect", name: key });
   const { range } = groupOf(id);
@@ -310,14 +316,19 @@ function tip(chart, axisValue) {
   return make("div", { class: "tip" }, make("table", {}, make("caption", {}, `${chart.spec.x} ${digits(step, 7)}`), ...rows));
 }
 
-function heatmapTip(chart, values) {
+function heatmapTip(chart) {
   const map = chart.spec.heatmap;
   const at = chart.pointer && chart.view.convertFromPixel({ gridIndex: 0 }, chart.pointer);
   if (!at) return "";
   const column = Math.min(map.columns - 1, Math.max(0, Math.round((at[0] - map.first) / map.width)));
   const row = Math.min(map.layers.length - 1, Math.max(0, Math.round(at[1])));
+  chart.cell = [row, column];
+  return make("div", { class: "tip" }, cellText(map, row, column));
+}
+
+function cellText(map, row, column) {
   const step = map.first + column * map.width;
   const steps = map.width > 1 ? `steps ${step} to ${step + map.width - 1}` : `step ${step}`;
-  const value = values[row * map.columns + column];
-  return make("div", { class: "tip" }, `layer ${map.layers[row]}, ${steps}: `, make("b", {}, Number.isFinite(value) ? digits(value, 5) : "not measured"));
+  const value = floats(map.values)[row * map.columns + column];
+  return `layer ${map.layers[row]}, ${steps}: ${Number.isFinite(value) ? digits(value, 5) : "not measured"}`;
 }

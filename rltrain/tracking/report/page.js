@@ -92,16 +92,19 @@ function redraw() {
   }
 }
 
-// Print shows pictures of all charts, in the light colours of the print style.
+// Print shows pictures of all charts, in the light colours of the print style. They have a size of
+// their own: in print layout a chart has none.
+const PRINT_WIDTH = { wide: 880, normal: 430 };
 let printing = false;
 function preparePrint() {
   if (printing) return;
   printing = true;
   document.documentElement.classList.add("printing");
   for (const element of document.querySelectorAll(".chart")) {
-    const chart = draw(element.id);
+    const height = { heatmap: parseInt(element.style.height, 10), stack: 260, lines: 220 }[PAGE.charts[element.id].kind];
+    const width = element.closest("figure").classList.contains("wide") ? PRINT_WIDTH.wide : PRINT_WIDTH.normal;
+    const chart = draw(element.id, { width, height });
     colorLegend(chart);
-    element.querySelector(".print-image")?.remove();
     const picture = chart.view.getDataURL({ pixelRatio: 2, backgroundColor: "#ffffff" });
     element.append(make("img", { class: "print-image", alt: element.getAttribute("aria-label"), src: picture }));
   }
@@ -112,6 +115,7 @@ function endPrint() {
   printing = false;
   document.documentElement.classList.remove("printing");
   for (const picture of document.querySelectorAll(".print-image")) picture.remove();
+  for (const chart of drawn.values()) chart.view.resize({ width: "auto", height: "auto" });
   redraw();
 }
 

@@ -43,7 +43,8 @@ function showRollouts() {
   samples.full = samples.colour === "flipped" ? 1 : values.reduce((most, value) => Math.max(most, Math.abs(value)), 1e-6);
   const scale = document.getElementById("token-scale");
   scale.replaceChildren();
-  if (colour.caption) scale.append("0", make("i", { class: "ramp" }), `${digits(samples.full, 3)}  ${colour.caption}`);
+  if (colour.caption && !values.length) scale.append("not measured in this step");
+  else if (colour.caption) scale.append("0", make("i", { class: "ramp" }), `${digits(samples.full, 3)}  ${colour.caption}`);
   document.getElementById("rollout-cards").replaceChildren(...shown.map(rolloutCard));
 }
 

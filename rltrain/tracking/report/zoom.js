@@ -95,8 +95,9 @@ function onKey(chart, event) {
   const middle = chart.step !== null && chart.step >= current[0] && chart.step <= current[1] ? chart.step : (current[0] + current[1]) / 2;
   const around = (factor) => [middle - (middle - current[0]) * factor, middle + (current[1] - middle) * factor];
   const actions = {
-    ArrowLeft: () => moveStep(chart, -1),
-    ArrowRight: () => moveStep(chart, 1),
+    ArrowLeft: () => move(chart, 0, -1),
+    ArrowRight: () => move(chart, 0, 1),
+    ...(chart.spec.kind === "heatmap" ? { ArrowUp: () => move(chart, -1, 0), ArrowDown: () => move(chart, 1, 0) } : {}),
     "+": () => setRange(chart, around(0.5)),
     "=": () => setRange(chart, around(0.5)),
     "-": () => setRange(chart, clamp(around(2), fullRange(chart))),
@@ -112,9 +113,22 @@ function clamp(range, full) {
   return [Math.max(range[0], full[0]), Math.min(range[1], full[1])];
 }
 
+function move(chart, rows, columns) {
+  if (chart.spec.kind === "heatmap") moveCell(chart, rows, columns); else moveStep(chart, columns);
+}
+
+function moveCell(chart, rows, columns) {
+  const map = chart.spec.heatmap;
+  const [row, column] = chart.cell ?? [0, -columns];
+  chart.cell = [Math.min(map.layers.length - 1, Math.max(0, row + rows)), Math.min(map.columns - 1, Math.max(0, column + columns))];
+  const [x, y] = chart.view.convertToPixel({ gridIndex: 0 }, [map.first + chart.cell[1] * map.width, chart.cell[0]]);
+  chart.pointer = [x, y];
+  chart.view.dispatchAction({ type: "showTip", x, y });
+  announce(cellText(map, ...chart.cell));
+}
+
 // Moves the tooltip to the next or the previous step of the line with the most points.
 function moveStep(chart, by) {
-  if (chart.spec.kind === "heatmap") return;
   const lines = chart.spec.lines.map((line) => seriesOf(line.key).steps);
   const steps = lines.reduce((most, one) => (one.length > most.length ? one : most));
   const index = chart.step === null ? (by > 0 ? 0 : steps.length - 1) : Math.min(steps.length - 1, Math.max(0, nearest(steps, chart.step) + by));
