@@ -167,6 +167,7 @@ def test_the_groups_that_finish_first_are_kept_with_their_own_rewards(
     assert rewards.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     assert groups.tolist() == [0, 0, 1, 1, 2, 2]
     assert sampled.batch.tokens.tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
+    assert sampled.problems == [f"problem {n}" for n in (1, 1, 3, 3, 5, 5)]
     assert metrics["rollout/aborted_groups"] == 3
     made = sampler(rounds, 2, monkeypatch, [4, 0, 2, 1, 3, 5])  # one group of a round teaches
     sampled, metrics = made.sample(1, StepTimer())

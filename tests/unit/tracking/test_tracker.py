@@ -69,6 +69,15 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
     assert read_jsonl(tmp_path / "rollouts.jsonl") == [{"step": 0, **ROLLOUT}]
 
 
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (RuntimeError(), "failed")],
+)
+def test_how_a_run_ended(tmp_path, error, state):
+    _tracker(tmp_path).finish(error)
+    assert json.loads((tmp_path / "outcome.json").read_text())["state"] == state
+
+
 def test_an_alert_is_a_warning_and_a_line_and_not_said_again_after_a_resume(tmp_path, caplog):
     for first_step in (0, 3):
         with _tracker(tmp_path, first_step=first_step) as tracker:
