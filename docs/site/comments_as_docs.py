@@ -1,7 +1,7 @@
 """Griffe extension: the project's docstring conventions, for the API reference.
 
-Comments on fields are their documentation, shapes are set as code, and ``a, b: ...`` documents two
-parameters.
+Comments on fields are their documentation, shapes are set as code, ``a, b: ...`` documents two
+parameters, and `rltrain.room.name` is a link where the reference has that name.
 """
 
 import re
@@ -12,6 +12,9 @@ import griffe
 SHAPE = re.compile(r"[ ]*# (\[.*\](?: each)?)[ ]*$", re.MULTILINE)
 SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 .*)*)", re.MULTILINE)
 
+NAME = re.compile(r"(?<!`)`(rltrain(?:\.\w+)+)`(?!`)")
+LINK = r'<autoref optional identifier="\1"><code>\1</code></autoref>'
+
 
 class CommentsAsDocs(griffe.Extension):
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
@@ -21,7 +24,7 @@ class CommentsAsDocs(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             text = SHARED.sub(one_by_one, obj.docstring.value)
-            obj.docstring.value = SHAPE.sub(r" Shape: `\1`.", text)
+            obj.docstring.value = NAME.sub(LINK, SHAPE.sub(r" Shape: `\1`.", text))
 
 
 def one_by_one(entry: re.Match[str]) -> str:

@@ -34,7 +34,10 @@ def expand(nav: list[Any]) -> Iterator[Any]:
     """``nav`` with each pattern replaced by the paths that it matches and ``nav`` does not name."""
     for entry in nav:
         if isinstance(entry, dict):
-            yield {title: list(expand(below)) for title, below in entry.items()}
+            yield {
+                title: below if isinstance(below, str) else list(expand(below))
+                for title, below in entry.items()
+            }
         elif "*" in entry:
             paths = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(entry))
             yield from (path for path in paths if path not in nav)

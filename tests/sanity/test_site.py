@@ -18,7 +18,7 @@ def name_of(path: Path) -> str:
 
 def test_every_page_is_in_the_navigation() -> None:
     _, _, after = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
-    entries = re.findall(r"^ +- (\S+\.md)$", after.partition("\n\n")[0], re.MULTILINE)
+    entries = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", after.partition("\n\n")[0], re.MULTILINE)
     named = {path for entry in entries for path in ROOT.glob(entry)}
     missing = [name_of(page) for page in PAGES if page not in named]
     assert missing == [], "expected a line in `nav` of mkdocs.yml, where a reader looks for it"
