@@ -63,7 +63,8 @@ fmt: setup
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-# Broken links and anchors are errors; --quiet would hide them from MkDocs' strict mode. Read it with: python -m http.server -d build/docs
+# Broken links and anchors are errors; --quiet would hide them from MkDocs' strict mode.
+# Read the site with: python -m http.server -d build/docs
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
