@@ -50,6 +50,16 @@ def test_every_chart_is_drawn_and_nothing_is_said_in_the_console(opened, report)
     assert "The run was resumed after step 20." in page.locator(".notes").inner_text()
 
 
+def test_nothing_moves_when_a_chart_comes_into_view(opened, report):
+    page = opened(report)
+    height = "document.documentElement.scrollHeight"
+    before = page.evaluate(height)
+    for chart in page.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        chart.locator("canvas").first.wait_for()
+    assert page.evaluate(height) == before
+
+
 def test_what_a_run_says_is_text(opened, report):
     page = opened(report)
     assert (

@@ -33,7 +33,7 @@ function placeInGroups() {
 
 function axisStyle() {
   return {
-    axisLine: { lineStyle: { color: color("rule") } },
+    axisLine: { onZero: false, lineStyle: { color: color("rule") } },
     axisTick: { show: false },
     axisLabel: { color: color("soft"), fontSize: 11, fontFamily: FONT, hideOverlap: true },
     splitLine: { lineStyle: { color: color("rule") } },
@@ -237,7 +237,6 @@ function draw(id, size) {
     const chart = { id, spec, view, element, figure, log: spec.log === "on", hidden: new Set(), step: null, pointer: null };
     drawn.set(id, chart);
     addZoom(chart);
-    addLegend(chart);
   }
   const chart = drawn.get(id);
   if (size) chart.view.resize(size);
@@ -248,31 +247,23 @@ function draw(id, size) {
   return chart;
 }
 
-function addLegend(chart) {
-  const list = chart.figure.querySelector(".legend");
-  for (const line of chart.spec.kind === "heatmap" ? [] : legendLines(chart.spec)) {
+// A legend is there before its chart is drawn, so that nothing moves when the chart comes into view.
+function addLegend(id) {
+  const spec = PAGE.charts[id];
+  const figure = document.getElementById(id).closest("figure");
+  for (const line of spec.kind === "heatmap" ? [] : legendLines(spec)) {
     const { values } = seriesOf(line.key);
-    const swatch = make("i", { class: line.style === "expected" ? "swatch dashed" : "swatch" });
+    const swatch = make("i", { class: line.style === "expected" ? "swatch dashed" : `swatch c${line.color % 12} ${line.style}` });
     const button = make("button", { type: "button", "aria-pressed": "true", title: "show or hide" }, swatch, line.label);
-    if (chart.spec.kind === "lines" && line.style !== "expected" && line.style !== "faint") button.append(make("b", {}, format(values[values.length - 1], chart.spec.unit)));
-    button.addEventListener("click", () => toggle(chart, line, button));
-    list.append(make("li", {}, button));
+    if (spec.kind === "lines" && line.style !== "expected" && line.style !== "faint") button.append(make("b", {}, format(values[values.length - 1], spec.unit)));
+    button.addEventListener("click", () => toggle(draw(id), line, button));
+    figure.querySelector(".legend").append(make("li", {}, button));
   }
-  colorLegend(chart);
 }
 
 // The seeds of an expected curve are one entry.
 function legendLines(spec) {
   return spec.lines.filter((line, i) => line.style !== "expected" || spec.lines.findIndex((other) => other.label === line.label) === i);
-}
-
-function colorLegend(chart) {
-  const swatches = chart.figure.querySelectorAll(".legend .swatch:not(.dashed)");
-  const solid = chart.spec.kind === "heatmap" ? [] : legendLines(chart.spec).filter((line) => line.style !== "expected");
-  solid.forEach((line, i) => {
-    swatches[i].style.background = lineColor(line);
-    if (line.style === "faint") swatches[i].style.opacity = 0.4;
-  });
 }
 
 function toggle(chart, line, button) {

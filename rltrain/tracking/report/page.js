@@ -58,6 +58,7 @@ function openMetricChart(row, name) {
   const group = groupOf(id);
   group.ids = [id];
   group.extent = [Math.min(...drawnSeries.map(({ steps }) => steps[0])), Math.max(...drawnSeries.map(({ steps }) => steps[steps.length - 1]))];
+  addLegend(id);
   draw(id);
 }
 
@@ -70,6 +71,7 @@ function closeMetricChart(row) {
 
 function startCharts() {
   placeInGroups();
+  for (const element of document.querySelectorAll(".chart")) addLegend(element.id);
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries.filter((one) => one.isIntersecting)) {
       seen.unobserve(entry.target);
@@ -86,10 +88,7 @@ function startCharts() {
 }
 
 function redraw() {
-  for (const [id, chart] of drawn) {
-    draw(id);
-    colorLegend(chart);
-  }
+  for (const id of drawn.keys()) draw(id);
 }
 
 // Print shows pictures of all charts, in the light colours of the print style. They have a size of
@@ -104,7 +103,6 @@ function preparePrint() {
     const height = { heatmap: parseInt(element.style.height, 10), stack: 260, lines: 220 }[PAGE.charts[element.id].kind];
     const width = element.closest("figure").classList.contains("wide") ? PRINT_WIDTH.wide : PRINT_WIDTH.normal;
     const chart = draw(element.id, { width, height });
-    colorLegend(chart);
     const picture = chart.view.getDataURL({ pixelRatio: 2, backgroundColor: "#ffffff" });
     element.append(make("img", { class: "print-image", alt: element.getAttribute("aria-label"), src: picture }));
   }

@@ -133,12 +133,13 @@ def _report(run: RunFolder) -> dict[str, Any]:
     rollouts, rollouts_note = read_rollouts(run.path / "rollouts.jsonl")
     evaluations, evaluations_note = evaluation_samples(run.samples)
     metrics = last_values(run.rows, page)
+    replay = replay_mode(run.config)
     return {
         "header": header(run),
         "outcome": run.outcome,
         "notes": [*run.notes, *_length_notes(run)],
-        "tiles": verdicts(run.rows, str(at(run.config, "routing_replay.mode", "off"))),
-        "replay": str(at(run.config, "routing_replay.mode", "off")),
+        "tiles": verdicts(run.rows, replay),
+        "replay": replay,
         "recipe": recipe,
         "sections": {name: page.sections.get(name, []) for name in SECTIONS_OF_PAGE},
         "curve_note": curve_note,
@@ -198,22 +199,21 @@ def _add_gpu_charts(page: ChartPage, samples: Sequence[GpuSample]) -> None:
         draw(page, "time", spec, sampled, group="seconds", x="second")
 
 
+def replay_mode(config: Mapping[str, Any]) -> str:
+    return str(at(config, "routing_replay.mode") or "off")
+
+
 def header(run: RunFolder) -> dict[str, str]:
     config = run.config
-    mode = at(config, "routing_replay.mode", "off")
+    mode = replay_mode(config)
     replay = "without routing replay" if mode == "off" else f"with routing replay {mode.upper()}"
-    tiny = at(config, "model.tiny", {})
-    made = (
-        f"tiny Qwen3-MoE, {tiny['num_layers']} layers, {tiny['num_experts']} experts, "
-        f"top {tiny['experts_per_token']}"
-        if tiny
-        else "?"
-    )
-    parallel = at(config, "policy.parallel", {})
-    layout = [f"{name.upper()} {size}" for name, size in parallel.items() if size not in (1, None)]
+    tiny = at(config, "model.tiny")
+    parallel = at(config, "policy.parallel")
+    sizes = parallel.items() if isinstance(parallel, Mapping) else ()
+    layout = [f"{name.upper()} {size}" for name, size in sizes if size not in (1, None)]
     return {
         "title": f"{_algorithm(config)} {replay}",
-        "model": str(at(config, "model.path") or made),
+        "model": str(at(config, "model.path") or _tiny_model(tiny)),
         "steps": f"{run.rows[-1]['step'] if run.rows else 0} of {at(config, 'trainer.steps', '?')}",
         "seed": str(at(config, "trainer.seed", "?")),
         "batch": f"{at(config, 'trainer.prompts_per_step', '?')} prompts x "
@@ -221,6 +221,15 @@ def header(run: RunFolder) -> dict[str, str]:
         "layout": ", ".join(layout) or "one rank",
         "folder": str(run.path),
     }
+
+
+def _tiny_model(tiny: Any) -> str:
+    if not isinstance(tiny, Mapping):
+        return "?"
+    layers, experts, top = (
+        tiny.get(name, "?") for name in ("num_layers", "num_experts", "experts_per_token")
+    )
+    return f"tiny Qwen3-MoE, {layers} layers, {experts} experts, top {top}"
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:

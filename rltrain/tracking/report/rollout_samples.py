@@ -10,6 +10,7 @@ from typing import Any
 MAX_BYTES = 700_000
 MAX_EVALUATION_BYTES = 300_000
 MAX_TOKENS = 1_500
+SAMPLE_TEXTS = ("prompt", "response", "answer", "finish_reason")
 TOKEN_VALUES = ("rollout_logprobs", "old_logprobs", "ratio", "flipped", "loss_mask")
 STEP = re.compile(rb'^\{"step": ?(\d+)[,}]')
 
@@ -124,7 +125,8 @@ def evaluation_samples(
     """Samples of each evaluation, the newest first; and a sentence about what is left out."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for row in samples:
-        by_step.setdefault(row["step"], []).append(row)
+        shown = {name: row.get(name, "") for name in SAMPLE_TEXTS}
+        by_step.setdefault(row["step"], []).append({**shown, "reward": row.get("reward")})
     chosen: list[int] = []
     size = 0
     for step in spread(sorted(by_step)):
@@ -132,7 +134,7 @@ def evaluation_samples(
         if chosen and size > MAX_EVALUATION_BYTES:
             break
         chosen.append(step)
-    shown = [(step, by_step[step]) for step in sorted(chosen, reverse=True)]
+    newest = [(step, by_step[step]) for step in sorted(chosen, reverse=True)]
     if len(chosen) == len(by_step):
-        return shown, ""
-    return shown, f"{len(chosen)} of {len(by_step)} evaluations are on this page."
+        return newest, ""
+    return newest, f"{len(chosen)} of {len(by_step)} evaluations are on this page."

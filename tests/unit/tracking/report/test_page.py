@@ -4,14 +4,19 @@ import base64
 import hashlib
 import html.parser
 import json
+import math
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rltrain.config.trainer import TrackingConfig
+from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.report import write_report
 from rltrain.tracking.report.page import FOLDER, SCRIPTS, json_script, library
 from rltrain.tracking.tracker import Tracker
@@ -261,3 +266,43 @@ def test_every_script_and_template_is_in_the_package():
     names = {path.name for path in FOLDER.iterdir()}
     assert {*SCRIPTS, "page.css", "report.html.j2", "frame.html.j2", "figures.html.j2"} <= names
     assert Path(FOLDER / "vendor" / "LICENSE-echarts").read_text().lstrip().startswith("Apache")
+
+
+NAMES = [metric.name.replace("{", "").replace("}", "") for metric in METRICS]
+NAMES += ["routing/overlap/layer_0", "routing/overlap/layer_59", "own/x", "a", ""]
+VALUES = st.one_of(
+    st.sampled_from(
+        [None, math.nan, math.inf, 0, -1, True, "text", [1], {}, 10**30, 1e300, 1e-300]
+    ),
+    st.floats(),
+)
+ROWS = st.lists(
+    st.tuples(st.integers(-5, 10**7), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8)),
+    max_size=6,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(ROWS)
+def test_any_numbers_give_a_page(rows):
+    with tempfile.TemporaryDirectory() as name:
+        page = _write_rows(Path(name), [{**values, "step": step} for step, values in rows])
+    _data(page)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model": {"tiny": {}}},
+        {"model": {"tiny": None}, "policy": {"parallel": None}},
+        {"model": None, "algorithm": "grpo", "trainer": [1]},
+        {"routing_replay": {"mode": None}},
+    ],
+)
+def test_a_configuration_of_another_version_gives_a_page(config, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    for name in ("outcome", "invariants", "recipe", "versions"):
+        (tmp_path / f"{name}.json").write_text('{"other": 1}')
+    (tmp_path / "samples.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1}\n')
+    _write_rows(tmp_path, [{"step": 1, "reward/mean": 0.5}])
