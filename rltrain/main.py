@@ -203,6 +203,10 @@ def reword(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{group}: there is no option {option}. {nearest(option, error.options)} [RL1007]"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        tab = ". Indent with spaces" if "'\\t'" in str(error.problem) else ""
+        return f"{mark.name}, line {mark.line + 1}: {error.problem}{tab}"
     lines = [line.strip() for line in str(error).splitlines()]
     return "\n".join(line for line in lines if "object_type=" not in line)
 
@@ -218,6 +222,10 @@ def schema_node() -> DictConfig:
     return node
 
 
+def _syntax_error(error: HydraException) -> str:
+    return str(error).partition("\n")[0]
+
+
 def parse_override(text: str, groups: Groups) -> Override:
     try:
         parsed = OverridesParser.create().parse_override(text)
@@ -226,7 +234,7 @@ def parse_override(text: str, groups: Groups) -> Override:
         advice = f"quote a value with special characters: {name}=\"'{value}'\""
         raise ConfigError(
             f"{text}: expected name=value such as trainer.steps=5, +recipe=NAME or a recipe file "
-            f"such as recipe.yaml, found {str(error).partition(chr(10))[0]}"
+            f"such as recipe.yaml, found {_syntax_error(error) if equals else 'no equals sign'}"
             f"{'; ' + advice if equals else no_override(text, groups)}"
             " [RL1006]"
         ) from error

@@ -1,6 +1,11 @@
 """The base of every configuration class: frozen, strict, and an unknown key is an error."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NotEmpty = Annotated[str, Field(min_length=1)]
+"""For paths and addresses: an empty path would name the current folder."""
 
 
 class Section(BaseModel):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rltrain.config.base import Section
+from rltrain.config.base import NotEmpty, Section
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -53,12 +53,12 @@ OURS_IN_A_TEMPLATE = frozenset(
 
 class DataConfig(Section):
     source: Literal["arithmetic", "jsonl", "parquet", "huggingface", "reasoning_gym"] = "arithmetic"
-    path: str | None = None
+    path: NotEmpty | None = None
     """For ``jsonl`` and ``parquet``: a file, a folder of files, or a pattern such as
     ``shards/*.parquet``. For ``huggingface``: the dataset folder."""
     name: str | None = None
     """Configuration of a Hugging Face dataset folder that has several, e.g. ``main``."""
-    eval_path: str | None = None
+    eval_path: NotEmpty | None = None
     """Path of the held-out problems. null: ``eval_size`` rows of the training data, drawn with
     ``seed``, are held out."""
     split: str = "train"

@@ -59,6 +59,8 @@ def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
         message = f"{name + ': ' if name else ''}{error} (rule: {broken_rule(error)})"
         return with_code(message, "RL1003")
     shown = show(detail["input"])
+    if not name:
+        return f"expected sections such as trainer and data, found {shown or 'nothing'} [RL1002]"
     while name and name not in by_name:  # a member of a union or a dictionary has a longer path
         if name in set(sections()):
             return f"{name}: expected a section with keys of its own, found {shown} [RL1002]"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rltrain.config.base import Section
+from rltrain.config.base import NotEmpty, Section
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -60,13 +60,13 @@ class TinyModel(Section):
 
 
 class ModelConfig(Section):
-    path: str | None = None
+    path: NotEmpty | None = None
     """A local Hugging Face folder with the model. null: build the tiny model, warm-start it, and
     cache both."""
-    weights: str | None = None
+    weights: NotEmpty | None = None
     """A checkpoint that `rltrain import` made from `path`. null: read the weights from `path`."""
     tiny: TinyModel = TinyModel()
-    cache_dir: str = "~/.cache/rltrain"
+    cache_dir: NotEmpty = "~/.cache/rltrain"
     trust_remote_code: bool = False
     mtp: Literal["hold", "skip"] = "hold"
     """Multi-token-prediction layers. ``hold`` loads them, keeps them frozen and exports them again.

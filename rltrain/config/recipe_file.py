@@ -50,6 +50,8 @@ def no_override(argument: str, groups: Groups) -> str:
         return f"; the folder has a recipe: {inner}"
     if argument in groups["recipe"]:
         return f"; a recipe is added with +recipe={argument}"
+    if argument in groups:
+        return f"; choose one of them, e.g. {argument}={sorted(groups[argument])[0]}"
     return ""
 
 

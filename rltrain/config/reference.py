@@ -80,6 +80,8 @@ def spell(annotation: Any, metadata: list[Any]) -> str:
         for name, sign in BOUNDS.items()
         if hasattr(bound, name)
     ]
+    if any(getattr(bound, "min_length", None) for bound in metadata):
+        bounds.append("that is not empty")
     return " ".join([TYPES[origin or annotation], " and ".join(bounds)]).strip()
 
 

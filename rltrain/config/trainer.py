@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rltrain.config.base import Section
+from rltrain.config.base import NotEmpty, Section
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -19,7 +19,7 @@ class TrainerConfig(Section):
     """Steps between evaluations. The first and the last step always evaluate. 0: never evaluate."""
     resume: Literal["auto", "never"] = "never"
     """``auto`` resumes from the newest checkpoint in ``output_dir``."""
-    output_dir: str = "outputs/%Y-%m-%d_%H-%M-%S"
+    output_dir: NotEmpty = "outputs/%Y-%m-%d_%H-%M-%S"
     """Folder of everything that the run writes. strftime codes are filled in at start."""
     sync_every: Positive = 1
     """Steps between weight syncs to the engines. With n, rollouts are off-policy by at most n - 1
@@ -60,7 +60,7 @@ class ClusterConfig(Section):
     """``colocated``: the engines share the GPUs of the policy and alternate with it.
     ``disaggregated``: the engines have their own GPUs. ``auto``: disaggregated if there are enough
     GPUs, else colocated. On CPUs all share the cores."""
-    address: str | None = None
+    address: NotEmpty | None = None
     """Address of a running Ray cluster. null: start a local one on the loopback interface."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
@@ -115,7 +115,7 @@ class TrackingConfig(Section):
     wandb: Literal["auto", "online", "offline"] = "auto"
     """Mode of Weights & Biases, if it is one of the backends. ``auto`` is online if you are logged
     in, else offline."""
-    project: str = "rltrain"
+    project: NotEmpty = "rltrain"
     """Project of wandb, experiment of MLflow."""
     name: str | None = None
     """Name of the run in wandb and MLflow. null: they choose one."""

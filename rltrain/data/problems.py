@@ -109,16 +109,19 @@ def _of_file(
     cache_dir: Path | None,
 ) -> Made:
     rule = answer_rule(config.reward.function, supervised)
+    key = "data.path" if path == config.path else "data.eval_path"
 
     def make() -> Made:
-        return encode_rows(read_rows(config, path, split), config, tokenizer, path, rule)
+        return encode_rows(read_rows(config, path, split, key), config, tokenizer, path, rule)
 
     from rltrain.data.problem_cache import cache_key, cached  # imports pyarrow
 
-    files = find_files(config.source, path)
-    key = cache_key(files, split, config, rule, tokenizer) if cache_dir else None
+    files = find_files(config.source, path, key)
+    digest = cache_key(files, split, config, rule, tokenizer) if cache_dir else None
     made = (
-        make() if cache_dir is None or key is None else cached(cache_dir / f"data-{key[:16]}", make)
+        make()
+        if cache_dir is None or digest is None
+        else cached(cache_dir / f"data-{digest[:16]}", make)
     )
     log_report(made[1])
     return made

@@ -67,6 +67,11 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
 def check_round_trip(tokenizer: Any, where: object) -> None:
     """Check that spaces between words are kept. Wrongly converted tokenizers lose them."""
     decoded = _decoded(tokenizer, ids := _ids(tokenizer, SENTENCE))
+    if not ids:  # transformers makes an empty one where the files are missing
+        raise ValueError(
+            f"{where} has no tokenizer: it makes no token of {SENTENCE!r}. Copy the files of the "
+            f"model's tokenizer there ({TOKENIZER} or those that it is made of) [RL3005]"
+        )
     if len(decoded.split()) < len(SENTENCE.split()):
         raise ValueError(
             f"{where}: its tokenizer loses spaces: it makes {_shown(ids, decoded)} of "

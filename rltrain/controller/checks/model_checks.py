@@ -96,7 +96,7 @@ def check_lengths(config: Config, model: Architecture) -> None:
         raise ValueError(
             f"data.max_prompt_tokens={prompt} and rollout.max_response_tokens={response}: expected "
             f"together at most the {model.max_positions} positions of the model in "
-            f"{config.model.path}"
+            f"{config.model.path or 'model.tiny'}"
             " [RL1005]"
         )
 

@@ -16,6 +16,7 @@ from rltrain.controller.checks.engine_guards import (
     check_engine,
     check_logits_processors,
 )
+from rltrain.controller.checks.engine_options import check_engine_options
 from rltrain.controller.checks.engine_shapes import check_engine_shapes, check_tensor_parallel
 from rltrain.controller.checks.model_checks import (
     check_imported,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from rltrain.config import Config
 from rltrain.controller.checks import preflight
+from rltrain.controller.checks.engine_options import check_engine_options
 from rltrain.controller.checks.model_checks import (
     check_imported,
     check_layout,
@@ -27,6 +28,7 @@ def check_run(config: Config) -> Iterator[Finding]:
     try:
         model = read_model(config)
         check_lengths(config, model)
+        check_engine_options(config)
         if config.algorithm.type == "rl":
             check_replay(config, model)
             preflight.check_engines(config, model)

@@ -123,14 +123,28 @@ class Fields:
                 )
 
 
+def _why_no_folder(folder: Path) -> str:
+    if folder.is_file():
+        return f"is a file; its folder is {folder.parent}"
+    here = "" if folder.is_absolute() else f" in {Path.cwd()}"
+    return f"does not exist{here}"
+
+
+def _how_to_fetch(folder: Path) -> str:
+    """For what may be a name on the Hugging Face hub."""
+    if folder.is_absolute() or len(folder.parts) != 2 or folder.exists():
+        return ""
+    return f". rltrain downloads nothing: hf download {folder} --local-dir FOLDER"
+
+
 def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
     """``config.json`` of a Hugging Face folder, and where it is; ``ValueError`` without one."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"model folder {folder} does not exist: "
+            f"model folder {folder} {_why_no_folder(folder)}: "
             "model.path must be a local Hugging Face folder with config.json and safetensors files"
-            " [RL3001]"
+            f"{_how_to_fetch(folder)} [RL3001]"
         )
     file = folder / "config.json"
     if not file.is_file():
