@@ -126,5 +126,5 @@ def check_packages(tracking: TrackingConfig) -> None:
             extra = "rltrain" if name == "wandb" else f"rltrain[{name}]"
             raise ValueError(
                 f"tracking.backends has {name}, and its library is not installed: pip install "
-                f"'{extra}', or leave {name} out"
+                f"'{extra}', or leave {name} out [RL7003]"
             )

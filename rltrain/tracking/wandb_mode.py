@@ -35,6 +35,7 @@ def check_login(tracking: TrackingConfig, environment: Mapping[str, str]) -> Non
             "tracking.wandb=online: expected a login to wandb, found none in WANDB_API_KEY and the "
             "netrc file. Run `wandb login`, or set tracking.wandb=auto, which is offline without "
             "a login"
+            " [RL7003]"
         )
 
 

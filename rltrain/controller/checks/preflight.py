@@ -46,6 +46,7 @@ def preflight(config: Config) -> RunData:
     check_layout(config, model)
     check_lengths(config, model)
     check_earlier_run(config)
+    check_engine_options(config)
     check_packages(config.tracking)
     check_login(config.tracking, os.environ)
     if config.algorithm.type == "rl":

@@ -24,6 +24,8 @@ from rltrain.weights.huggingface.quantized import (
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+GIT_LFS = b"version https://git-lfs"
+"""How the small file begins that stands for a large one in a repository."""
 _PLAIN = {"F32", "F16", "BF16"}
 
 
@@ -175,7 +177,9 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(GIT_LFS)) == GIT_LFS
+        what = "it is a pointer of Git LFS: git lfs pull" if is_pointer else "it may be truncated"
         raise ValueError(
-            f"{file} is not a whole safetensors file ({error}): it may be truncated; fetch it again"
-            " [RL3003]"
+            f"{file} is not a whole safetensors file ({error}): {what}; fetch it again [RL3003]"
         ) from error
