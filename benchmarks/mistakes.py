@@ -201,6 +201,7 @@ SIBLINGS = (
     train("folder of an earlier run", "trainer.output_dir=earlier_run", "RL6002", "earlier_run"),
     train("file for a folder", "trainer.output_dir=a_file/run", "RL6001", "Not a directory"),
     Mistake("report of no run", ("report", "nowhere"), "RL7001", ("nowhere",)),
+    Mistake("report of the folder above", ("report", "."), "RL7001", ("earlier_run",)),
     train("wandb without a login", "tracking.wandb=online", "RL7003", "wandb login"),
 )
 """Others of the same kinds."""

@@ -6,10 +6,23 @@ Jinja and wandb are imported by the command that needs them.
 import sys
 from pathlib import Path
 
+OF_A_RUN = ("config.yaml", "metrics.jsonl", "outcome.json")
+
 
 def report(run: Path) -> int:
-    """Write report.html of ``run`` from the files there."""
+    """Write report.html of ``run`` from the files there.
+
+    Raises:
+        ValueError: nothing in the folder is of a run; a page about nothing is not written.
+    """
     from rltrain.tracking.report import write_report
+
+    if not any((run / name).is_file() for name in OF_A_RUN):
+        runs = sorted(path.parent for path in run.glob("*/config.yaml"))
+        inside = f". It holds runs: {', '.join(map(str, runs[-3:]))}" if runs else ""
+        raise ValueError(
+            f"{run} is no run folder: expected {', '.join(OF_A_RUN)} in it{inside} [RL7001]"
+        )
 
     sys.stdout.write(f"{write_report(run)}\n")
     return 0
