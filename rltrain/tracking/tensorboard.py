@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import scalar
 
@@ -23,7 +24,7 @@ FOLDER = "tensorboard"
 def start(
     run_dir: Path, tracking: TrackingConfig, config: Mapping[str, Any], first_step: int
 ) -> "TensorBoardRun":
-    # Always set: TensorBoard hides steps at the second such mark, not at the first.
+    # Always set: readers hide steps at the second such mark, not at the first.
     writer = SummaryWriter(str(run_dir / FOLDER), purge_step=first_step)
     writer.add_custom_scalars(layout())
     text = yaml.safe_dump(dict(config), sort_keys=False)
@@ -40,10 +41,14 @@ class TensorBoardRun:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            summary = scalar(name, value, new_style=True, double_precision=True)
+            # In single precision: TensorBoard's data server shows no doubles.
+            summary = scalar(name, value)
             if name not in self._described:  # TensorBoard keeps what a tag's first value says
                 self._described.add(name)
-                summary.value[0].metadata.summary_description = describe(find_metric(name))
+                metadata = summary.value[0].metadata
+                metadata.plugin_data.plugin_name = "scalars"
+                metadata.data_class = DATA_CLASS_SCALAR
+                metadata.summary_description = describe(find_metric(name))
             self._writer.file_writer.add_summary(summary, step)
         self._writer.flush()
 
