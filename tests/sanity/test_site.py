@@ -39,6 +39,17 @@ def test_a_page_begins_with_a_short_paragraph(page: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
+def test_lists_and_tables_are_the_same_on_the_site(page: Path) -> None:
+    """MkDocs' Markdown needs an empty line before them, and four spaces where GitHub needs two."""
+    prose = re.sub(r"^ *```.*?^ *```", "```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    block = r"(?:[-*+] |\d+\. |\|)"
+    glued = re.findall(rf"^(?!{block}|[ #<|]|```)\S.*\n{block}.*", prose, re.MULTILINE)
+    assert glued == [], "expected an empty line between a paragraph and a list or table"
+    shallow = re.findall(rf"^ {{1,3}}{block}.*", prose, re.MULTILINE)
+    assert shallow == [], "expected four spaces before a nested list or table"
+
+
 def test_the_glossary_explains_each_term_once() -> None:
     text = (ROOT / "docs/glossary.md").read_text()
     terms = [

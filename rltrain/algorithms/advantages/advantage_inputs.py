@@ -66,6 +66,8 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Advantages:
+    """What an estimator returns."""
+
     advantages: Tensor  # float32, 0 off the mask  # [N]
     returns: Tensor | None = None  # float32, targets of the critic, 0 off the mask  # [N]
 

@@ -31,6 +31,8 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
+    """What a loss returns: numbers of each slot."""
+
     loss: Tensor  # with gradient  # [S]
     ratio: Tensor  # the importance ratio in the loss  # [S]
     stats: Mapping[str, Tensor] = field(default_factory=dict)
