@@ -8,6 +8,7 @@ prints is the one of docs/failures.md; tests/integration/test_mistakes.py holds 
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -215,14 +216,28 @@ NO_MISTAKES = (
 """What looks like one and has to work: name and overrides."""
 
 
-def run(mistake: Mistake, folder: Path) -> tuple[float, "subprocess.CompletedProcess[str]"]:
-    """The seconds that the command took, and what it left."""
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    errors: str
+    seconds: float
+    cpu_seconds: float
+    """Of the process and its children; a busy machine changes it little."""
+
+
+def run(mistake: Mistake, folder: Path) -> Outcome:
     command = [sys.executable, "-m", "rltrain.cli.app", *mistake.arguments]
-    began = time.monotonic()
+    began, cpu_before = time.monotonic(), _children_cpu_seconds()
     done = subprocess.run(
         command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
     )
-    return time.monotonic() - began, done
+    seconds, cpu = time.monotonic() - began, _children_cpu_seconds() - cpu_before
+    return Outcome(done.returncode, done.stderr, seconds, cpu)
+
+
+def _children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -242,14 +257,15 @@ def problems(mistake: Mistake, status: int, errors: str) -> list[str]:
     return missing
 
 
-def row(mistake: Mistake, seconds: float, errors: str) -> str:
+def row(mistake: Mistake, outcome: Outcome) -> str:
     """A row of the table in docs/failures.md."""
-    lines = [line.strip() for line in errors.splitlines()]
+    lines = [line.strip() for line in outcome.errors.splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("rltrain"))
     message = lines[start + 1]
     shown = message if len(message) < 110 else f"{message[:100].rstrip()} ..."
     shown = shown.replace("|", "\\|").replace("<", "&lt;").replace(f" [{mistake.code}]", "")
-    return f"| {mistake.name} | {mistake.status} | {seconds:.1f} | {mistake.code} | {shown} |"
+    times = f"{outcome.seconds:.1f} | {outcome.cpu_seconds:.1f}"
+    return f"| {mistake.name} | {mistake.status} | {times} | {mistake.code} | {shown} |"
 
 
 def main() -> None:
@@ -259,13 +275,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         world = Path(temporary)
         make_world(world)
-        print("| mistake | exit status | seconds | code | message |\n|---|---|---|---|---|")
+        print("| mistake | exit status | seconds | CPU seconds | code | message |")
+        print("|---|---|---|---|---|---|")
         for mistake in (*PLANTED, *SIBLINGS):
             if only in mistake.name:
-                seconds, done = run(mistake, world)
-                for problem in problems(mistake, done.returncode, done.stderr):
-                    sys.exit(f"{mistake.name}: {problem}\n{done.stderr}")
-                print(row(mistake, seconds, done.stderr), flush=True)
+                outcome = run(mistake, world)
+                for problem in problems(mistake, outcome.status, outcome.errors):
+                    sys.exit(f"{mistake.name}: {problem}\n{outcome.errors}")
+                print(row(mistake, outcome), flush=True)
 
 
 if __name__ == "__main__":

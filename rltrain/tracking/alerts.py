@@ -84,7 +84,7 @@ FALLS = (
         "entropy",
         "the policy has almost stopped exploring. See policy/clip_fraction_high, policy/grad_norm "
         "and group/zero_std_fraction; try a lower optimizer.lr, a higher algorithm.clip_high, or "
-        "algorithm.entropy_coef",
+        "algorithm.entropy_coef [RL5101]",
     ),
     Fall(
         "length_collapse",
@@ -92,7 +92,7 @@ FALLS = (
         "best",
         "length",
         "read rollouts.jsonl: does a short response earn as much as a long one, or does generation "
-        "stop early? See the parts of the reward and rollout.stop",
+        "stop early? See the parts of the reward and rollout.stop [RL5102]",
     ),
     Fall(
         "reward_collapse",
@@ -100,14 +100,15 @@ FALLS = (
         "gain",
         "reward",
         "see policy/grad_norm, policy/ratio_max and mismatch/k3 of the steps before; go back to a "
-        "checkpoint from before it, with a lower optimizer.lr",
+        "checkpoint from before it, with a lower optimizer.lr [RL5103]",
     ),
     Fall(
         "throughput_drop",
         "throughput/tokens_per_second",
         "before",
         "throughput",
-        "see which phase under time/ has grown, gpu/memory_gib, and what else uses this machine",
+        "see which phase under time/ has grown, gpu/memory_gib, and what else uses this machine "
+        "[RL5104]",
     ),
 )
 
@@ -170,7 +171,7 @@ def mismatch_spike(series: Series, settings: AlertsConfig) -> Alert | None:
         f"mismatch/k3 is {value:.2g}, {value / usual:.0f} times its median of the steps before "
         f"({usual:.2g}): engine and trainer disagree about this step's rollouts. What to look at: "
         "rollout/weight_version and rollout/staleness, routing/overlap by layer, and "
-        "mismatch/worst_sequence"
+        "mismatch/worst_sequence [RL5105]"
     )
     return Alert(step, "mismatch_spike", step, "mismatch/k3", value, usual, text)
 
@@ -182,7 +183,7 @@ def missing_routes(series: Series, settings: AlertsConfig) -> Alert | None:
     text = (
         f"routing/coverage is {value:.6g}: {1 - value:.2g} of the rows came without the engine's "
         "routes, and fall back as routing_replay.fallback says. What to look at: the log for the "
-        "engine's warnings, routing/fallback_fraction and docs/routes.md"
+        "engine's warnings, routing/fallback_fraction and docs/routes.md [RL5106]"
     )
     since = first_below(series, settings.coverage)
     return Alert(step, "missing_routes", since, "routing/coverage", value, settings.coverage, text)

@@ -58,9 +58,9 @@ def test_a_mistake_ends_in_a_message_that_says_what_to_do(
     mistake: Mistake, home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if mistake.name in IN_A_PROCESS_OF_THEIR_OWN:
-        seconds, done = run(mistake, home)
-        assert seconds < LONGEST_S
-        status, errors = done.returncode, done.stderr
+        outcome = run(mistake, home)
+        assert outcome.seconds < LONGEST_S
+        status, errors = outcome.status, outcome.errors
     else:
         status, errors = main(mistake.arguments), capfd.readouterr().err
     assert problems(mistake, status, errors) == [], errors
