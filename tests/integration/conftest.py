@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,14 @@ class Run:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if f"ray::{name}" in " ".join(child.cmdline())]
 
+    def interrupt(self, number: int = signal.SIGINT) -> list[psutil.Process]:
+        """Send the signal to all processes of its terminal, as Ctrl-C does; what is running then,
+        also what is of no terminal."""
+        running = [psutil.Process(self.process.pid)]
+        running += running[0].children(recursive=True)
+        os.killpg(self.process.pid, number)
+        return running
+
     def kill(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -80,14 +88,20 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, cache_dir: Path) -> Iterator[Start]:
-    """Start a run in the folder ``name``; a second one of that name goes on in it."""
+    """Start a run in the folder ``name``; a second one of that name goes on in it.
+
+    With ``typed`` it starts that command, with the overrides after it.
+    """
     runs = []
 
-    def start_run(name: str, *overrides: str, recipe: str = "grpo_moe_r3") -> Run:
+    def start_run(
+        name: str, *overrides: str, recipe: str = "grpo_moe_r3", typed: Sequence[str] = ()
+    ) -> Run:
         folder = tmp_path / name
         command = [sys.executable, "-m", "rltrain.main", f"+recipe={recipe}", *SMALL]
         command += () if recipe.startswith("sft") else OF_RL
         command += [f"model.cache_dir={cache_dir}", f"trainer.output_dir={folder}", *overrides]
+        command = [*typed, *overrides] if typed else command
         log = tmp_path / f"{name}.{len(runs)}.log"
         with log.open("w") as file:
             process = subprocess.Popen(

@@ -4,10 +4,12 @@ Not exercised: several ranks, which tests/distributed compares with one.
 """
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -40,10 +42,23 @@ def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
         time.sleep(0.1)
     broken.kill()
     before = broken.metrics
+    again = ["trainer.steps=100000", "trainer.resume=auto"]
+    stopped = start("broken", *again, *OPTIONS, recipe="sft_tiny")
+    while max(before) + 3 not in stopped.metrics and stopped.process.poll() is None:
+        time.sleep(0.1)
+    running = stopped.interrupt()
+    stopped.wait(expect=130)
+    assert psutil.wait_procs(running, timeout=20)[1] == []
+    before |= stopped.metrics
     saved = checkpoint.step_of(checkpoint.checkpoints(broken.folder)[-1])
+    outcome = json.loads((stopped.folder / "outcome.json").read_text())
+    assert (outcome["state"], outcome["step"]) == ("interrupted", max(before))
+    assert f"rltrain: interrupted at step {max(before)}" in stopped.output
+    assert "Traceback" not in stopped.output
+    *_, typed = stopped.output.partition("; resume with\n")
     steps = f"trainer.steps={saved + 3}"  # the last one is no multiple of what is due every 2
     straight = start("straight", steps, *OPTIONS, recipe="sft_tiny")
-    resumed = start("broken", steps, "trainer.resume=auto", *OPTIONS, recipe="sft_tiny").wait()
+    resumed = start("broken", steps, typed=shlex.split(typed)).wait()
     straight.wait()
     assert f"resumed after step {saved}" in resumed.output
     assert sorted(resumed.metrics) == sorted(straight.metrics) == list(range(saved + 4))

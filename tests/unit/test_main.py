@@ -2,16 +2,23 @@
 
 import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rltrain.actors.failures import ActorFailed
-from rltrain.main import main
+from rltrain.cli.going_on import resume_command
+from rltrain.cli.typed_command import program
+from rltrain.main import compose, main
 from rltrain.tracking.tracker import write_outcome
 
+ARGUMENTS = ["+recipe=grpo_moe_r3", "checkpoint.every=4"]
 SECRET = "abcdef0123456789"
 
 
@@ -31,11 +38,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv("WANDB_API_KEY", SECRET)
         monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", preflight)
         monkeypatch.setattr("rltrain.controller.rl.run", train)
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            return main(["+recipe=grpo_moe_r3", f"trainer.output_dir={tmp_path}/run"])
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        return main([*ARGUMENTS, f"trainer.output_dir={tmp_path}/run"])
 
     return run
 
@@ -90,9 +93,10 @@ def test_the_trackers_own_report_is_left_as_it_is(failing: Any, tmp_path: Path) 
     assert "as main says" in (run / "outcome.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
-)
+SIGNALS = [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C (SIGINT)")]
+
+
+@pytest.mark.parametrize(("number", "name"), SIGNALS)
 def test_a_signal_ends_a_run_with_its_status(
     number: signal.Signals,
     name: str,
@@ -101,18 +105,106 @@ def test_a_signal_ends_a_run_with_its_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     closed = []
+    before = signal.getsignal(number)
 
     def train() -> None:
+        (tmp_path / "run/metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
         try:
             signal.raise_signal(number)
         finally:
             closed.append(True)
 
     assert failing(train) == 128 + number
-    assert closed
+    assert closed and signal.getsignal(number) is before
     shown = capsys.readouterr().err
-    assert f"rltrain: ended by {name}" in shown and "Traceback" not in shown
-    assert json.loads((tmp_path / "run/outcome.json").read_text())["state"] == "failed"
+    assert "rltrain: interrupted at step 3; no checkpoint was saved" in shown
+    assert "checkpoint.every=4 saves after step 4" in shown and "Traceback" not in shown
+    outcome = json.loads((tmp_path / "run/outcome.json").read_text())
+    assert (outcome["state"], outcome["step"], outcome["error"]) == ("interrupted", 3, name)
+    assert "The run was interrupted at step 3." in (tmp_path / "run/report.html").read_text()
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        saved = tmp_path / "run/checkpoints/step_000004"
+        saved.mkdir(parents=True)
+        (saved / "manifest.json").write_text("{}")
+        (tmp_path / "run/metrics.jsonl").write_text('{"step": 5}\n')
+        raise KeyboardInterrupt
+
+    assert failing(train) == 130
+    typed = shlex.join(["rltrain", "train", *ARGUMENTS])
+    going_on = f"{typed} trainer.resume=auto trainer.output_dir={tmp_path}/run"
+    said = "interrupted at step 5, with a checkpoint of step 4; resume with"
+    assert f"rltrain: {said}\n  {going_on}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a b", "it's", "a=b,c", "back\\slash", "end\\", "\\'", "~user", "{x}"]
+)
+def test_the_folder_to_go_on_in_is_one_that_hydra_reads(name: str, tmp_path: Path) -> None:
+    typed = ["+recipe=sft_tiny", "trainer.output_dir=old", "++trainer.resume=never"]
+    command = shlex.split(resume_command(typed, tmp_path / name))
+    assert command[:3] == ["rltrain", "train", "+recipe=sft_tiny"] and len(command) == 5
+    trainer = compose(command[2:]).trainer
+    assert (trainer.output_dir, trainer.resume) == (f"{tmp_path / name}", "auto")
+
+
+TWICE = """
+import subprocess, sys, time
+from rltrain.cli.interrupts import closing_on_signals, last_act
+child = [sys.executable, "-c", "import time; time.sleep(600)"]
+with closing_on_signals(), last_act(lambda: print("last act", flush=True)):
+    started = subprocess.Popen(child, start_new_session=True)
+    print(started.pid, flush=True)
+    try:
+        time.sleep(600)
+    finally:
+        print("closing", flush=True)
+        time.sleep(600)  # as long as what was started does not answer
+"""
+
+
+@pytest.mark.parametrize(("number", "name"), SIGNALS)
+def test_a_second_signal_ends_it_at_once_and_leaves_no_process(
+    number: signal.Signals, name: str
+) -> None:
+    command = [sys.executable, "-c", TWICE]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout and process.stderr
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(number)
+        assert process.stdout.readline() == "closing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stdout.read() == "last act\n"
+        shown = process.stderr.read()
+    assert "interrupted: closing what was started" in shown and "Traceback" not in shown
+    assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("process", "typed"),
+    [
+        ("python -m rltrain.main +a b=c", "python -m rltrain.main"),
+        ("python3 -u -m rltrain.cli.app train +a b=c", "python3 -u -m rltrain.cli.app train"),
+        ("/venv/bin/python /venv/bin/rltrain train +a b=c", "rltrain train"),
+        ("/venv/bin/python ../other/rltrain train +a b=c", "../other/rltrain train"),
+        ("python -m pytest tests", "rltrain train"),
+        ("python notebook.py +a b=c", "rltrain train"),
+    ],
+)
+def test_the_program_is_what_was_typed(process: str, typed: str, tmp_path: Path) -> None:
+    for folder in ("/venv/bin", "../other"):
+        process = process.replace(folder, str(tmp_path / folder.strip("./")))
+        typed = typed.replace(folder, str(tmp_path / folder.strip("./")))
+    for name in ("venv/bin", "other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "rltrain").touch()
+    in_path = str(tmp_path / "venv/bin/rltrain")
+    assert program(["+a", "b=c"], process.split(), lambda _: in_path) == typed.split()
 
 
 def test_a_fault_in_the_checks_leaves_its_traceback_somewhere(

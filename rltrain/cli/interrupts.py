@@ -1,0 +1,81 @@
+"""Ctrl-C and SIGTERM: the first one closes everything in order, the second ends it at once."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+_last_acts: list[Callable[[], None]] = []
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised on SIGTERM, so that everything is closed as after Ctrl-C."""
+
+
+def exit_status(error: KeyboardInterrupt) -> int:
+    """130 or 143, as shells have it."""
+    return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+
+
+@contextmanager
+def closing_on_signals() -> Iterator[None]:
+    """Within, the first signal raises KeyboardInterrupt where the program is, and another one ends
+    this process and all that it started. Only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        received.append(number)
+        if len(received) > 1:
+            end_at_once(128 + number)
+        if psutil.Process().children():
+            _say("interrupted: closing what was started; Ctrl-C again ends it at once")
+        if number == signal.SIGTERM:
+            raise Terminated("SIGTERM")
+        raise KeyboardInterrupt("Ctrl-C (SIGINT)")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def last_act(act: Callable[[], None]) -> Iterator[None]:
+    """Within, `end_at_once` calls ``act`` first. It must be quick."""
+    _last_acts.append(act)
+    try:
+        yield
+    finally:
+        _last_acts.remove(act)
+
+
+def end_at_once(status: int) -> None:
+    """Kill every process below this one, then end this one, without closing anything."""
+    for act in _last_acts:
+        try:
+            act()
+        except Exception as error:
+            _say(f"{type(error).__name__}: {error}")
+    _say("interrupted again: every process of this command was ended")
+    this = psutil.Process()
+    for _ in range(3):  # what they started in the meantime, too
+        for child in this.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    os._exit(status)
+
+
+def _say(text: str) -> None:
+    with suppress(RuntimeError, OSError):  # the signal came within a write to the same stream
+        sys.stderr.write(f"\nrltrain: {text}\n")
+        sys.stderr.flush()
