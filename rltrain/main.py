@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,11 +113,15 @@ def train_until_end(config: Config, data: "RunData") -> None:
         from rltrain.controller.sft import run as train
     else:
         from rltrain.controller.rl import run as train
+    from rltrain.controller.run_progress import run_progress
     from rltrain.tracking.tracker import write_outcome
 
     twice = KeyboardInterrupt("interrupted again while it was being closed")
-    with last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice)):
-        train(config, data)
+    with (
+        last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice)),
+        closing(run_progress(config, has_held_out=bool(data.problems.held_out))) as progress,
+    ):
+        train(config, data, progress)
 
 
 def keep_outcome(folder: Path, error: BaseException, began: float) -> None:

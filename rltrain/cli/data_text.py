@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.config import Config
+from rltrain.config.redact import escape_control
 from rltrain.controller.checks.reward_trial import Trial
 from rltrain.controller.run_data import RunData
 from rltrain.data.problem import Problem, shorten
@@ -93,11 +94,6 @@ def _append(
 def _added(tokenizer: Any) -> dict[int, Any]:
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return added
-
-
-def escape_control(text: str) -> str:
-    """The text with what a terminal would obey, such as an escape sequence, spelled out."""
-    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _print_lengths(console: Console, config: Config, data: RunData) -> None:

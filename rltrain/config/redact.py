@@ -26,6 +26,11 @@ def strip_terminal_codes(text: str) -> str:
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
+def escape_control(text: str) -> str:
+    """The text with what a terminal would obey, such as an escape sequence, spelled out."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def redacted_text(text: str, environment: Mapping[str, str]) -> str:
     """``text`` without secrets and terminal codes.
 

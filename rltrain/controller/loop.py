@@ -53,7 +53,7 @@ class Trainer(Loop):
     """The step whose weights the engines have, once `begin` has synced."""
 
     def begin(self) -> None:
-        self.sync_weights(self.start.after, StepTimer())
+        self.sync_weights(self.start.after, StepTimer(on_phase=self.tracker.phase))
 
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
         sampled, metrics = self.sampler.sample(step, timer)

@@ -26,11 +26,12 @@ from rltrain.planning.roofline import find_card
 from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.generator import Generator
 from rltrain.tracking.gpus import gpu_name
+from rltrain.tracking.progress import RunProgress
 from rltrain.weights.families import read_architecture
 from rltrain.weights.sync.engine_fp8 import check_fp8_blocks
 
 
-def run(config: Config, data: RunData) -> None:
+def run(config: Config, data: RunData, progress: RunProgress) -> None:
     """Start everything a run needs, train, and leave a report whatever happens."""
     if is_finished(config):
         return
@@ -42,17 +43,21 @@ def run(config: Config, data: RunData) -> None:
                 model_path or build_random_model(config.model), config.model.mtp
             )
             check_fp8_blocks(arch, config.rollout.tensor_parallel)
+        progress.phase("start_ray")
         placed = stack.enter_context(cluster(config))
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
+        progress.phase("warm_start" if model_path is None else None)
         path = model_path or warm_started_model(config, placed)
         arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
         # with the memory that it finds free.
         spec = engine_spec(config, path, arch, placed)
+        progress.phase("start_engines")
         engines, wait_until_ready = start_engines(config, spec, placed)
         if placed.placement.colocated:
             wait_until_ready()
             engines.sleep(2)
+        progress.phase("load_weights")
         policy = PolicyGroup(config, str(path), placed)
         pool = stack.enter_context(RewardPool(config.data.reward))
         generator = Generator(engines.actors, config)
@@ -67,8 +72,9 @@ def run(config: Config, data: RunData) -> None:
         card = find_card(gpu_name(placed.gpu_ids))
         speed = Speed.of(config, arch, placed.placement, card)
         start = resume(config, [policy] if critic is None else [policy, critic], prompts)
+        progress.phase("start_engines")
         versions = {"engine": json.dumps(wait_until_ready()[0])}
-        tracker = stack.enter_context(open_tracker(config, placed, start.after, versions))
+        tracker = stack.enter_context(open_tracker(config, placed, start.after, progress, versions))
         Trainer(
             config,
             prompts,

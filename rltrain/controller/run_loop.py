@@ -22,6 +22,7 @@ from rltrain.controller.speed import Speed
 from rltrain.data.loader import PromptLoader
 from rltrain.policy.types import Scored, Updated
 from rltrain.tracking.environment import describe_environment
+from rltrain.tracking.progress import RunProgress
 from rltrain.tracking.timers import StepTimer
 from rltrain.tracking.tracker import OUTCOME, Tracker
 from rltrain.weights.huggingface.identity import ModelIdentity
@@ -97,12 +98,13 @@ class Loop(ABC):
         done = self.start.after
         self.begin()
         if done == 0 and self.evaluator.is_due(0):
+            self.tracker.phase("eval")
             self.tracker.log(0, self.evaluator.evaluate(0))
         for step in range(done + 1, self.config.trainer.steps + 1):
             self.step(step)
 
     def step(self, step: int) -> None:
-        timer = StepTimer()
+        timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
         taken = self.take(step, timer, is_first=is_first)
         metrics = taken.metrics
@@ -136,17 +138,13 @@ class Loop(ABC):
     def save(self, step: int, timer: StepTimer) -> None:
         """Write what is due: a checkpoint, and after the last step its weights."""
         settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
-        if self.saves(step):
+        if is_checkpoint_due(self.config, step):
             with timer.phase("checkpoint"):
                 state = {"model": self.start.model, **self.state()}
                 checkpoint.save(self.run_dir, step, self.models, state, settings.keep)
         if settings.last and is_last:
             with timer.phase("checkpoint"):
                 checkpoint.save_last(self.run_dir, step, self.policy, self.start.model)
-
-    def saves(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return every > 0 and (step % every == 0 or step == self.config.trainer.steps)
 
     @property
     def models(self) -> list[WorkerGroup[Any]]:
@@ -156,6 +154,11 @@ class Loop(ABC):
     @property
     def run_dir(self) -> Path:
         return Path(self.config.trainer.output_dir)
+
+
+def is_checkpoint_due(config: Config, step: int) -> bool:
+    every = config.checkpoint.every
+    return every > 0 and (step % every == 0 or step == config.trainer.steps)
 
 
 def resume(config: Config, models: Sequence[WorkerGroup[Any]], prompts: PromptLoader) -> Start:
@@ -202,7 +205,11 @@ def is_finished(config: Config) -> bool:
 
 
 def open_tracker(
-    config: Config, placed: Cluster, done: int, versions: Mapping[str, str] | None = None
+    config: Config,
+    placed: Cluster,
+    done: int,
+    progress: RunProgress,
+    versions: Mapping[str, str] | None = None,
 ) -> Tracker:
     """The tracker of a run that goes on after step ``done``, 0 for a fresh one."""
     return Tracker(
@@ -213,4 +220,5 @@ def open_tracker(
         num_steps=config.trainer.steps,
         first_step=done + 1 if done else 0,
         gpus=placed.gpu_ids,
+        progress=progress,
     )

@@ -30,6 +30,7 @@ from rltrain.data.tiny_model import build_random_model, warm_started_path
 from rltrain.data.tokenizer import tiny_tokenizer
 from rltrain.planning.roofline import find_card
 from rltrain.tracking.gpus import gpu_name
+from rltrain.tracking.progress import RunProgress
 from rltrain.tracking.timers import StepTimer
 from rltrain.weights.families import read_architecture
 
@@ -39,15 +40,17 @@ MODEL = "model"
 """What a supervised run leaves: a Hugging Face folder of this name."""
 
 
-def run(config: Config, data: RunData) -> None:
+def run(config: Config, data: RunData, progress: RunProgress) -> None:
     """``algorithm.type=sft``: fit the data's answers and save a Hugging Face folder."""
     if is_finished(config):
         return
     path = Path(config.model.path) if config.model.path else build_random_model(config.model)
     problems = data.problems
     arch = read_architecture(path, config.model.mtp)
+    progress.phase("start_ray")
     with cluster(config) as placed:
         speed = Speed.of(config, arch, placed.placement, find_card(gpu_name(placed.gpu_ids)))
+        progress.phase("load_weights")
         policy = PolicyGroup(config, str(path), placed)
         prompts = PromptLoader(
             problems.train,
@@ -56,7 +59,7 @@ def run(config: Config, data: RunData) -> None:
             repeat=config.data.repeat_in_step,
         )
         start = resume(config, [policy], prompts)
-        with open_tracker(config, placed, start.after) as tracker:
+        with open_tracker(config, placed, start.after, progress) as tracker:
             SupervisedTrainer(
                 config,
                 prompts,

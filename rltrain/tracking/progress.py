@@ -1,20 +1,14 @@
-"""What the user sees: one line per step, and a progress bar on a terminal."""
+"""What is shown of a run without a live panel: one line per step, and how a model is written."""
 
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping
-from typing import Self
+from typing import Protocol, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from rltrain.tracking.eta import Eta, duration
 
 logger = logging.getLogger(__name__)
 
@@ -29,49 +23,37 @@ KEY_NUMBERS = (
     ("mismatch/k3", "k3", "{:.1e}"),
     ("time/step", "", "{:.1f} s/step"),
 )
-RECENT_STEPS = 20
 LINE_EVERY_S = 10.0
 
 
-class ProgressLine:
-    """Shows steps as they are logged; plain log lines if the output is not a terminal."""
+class RunProgress(Protocol):
+    """What a person sees of a run while it lasts."""
 
-    def __init__(self, num_steps: int, first_step: int, console: Console | None = None) -> None:
-        self.console = console or Console()
-        self._num_steps = num_steps
-        self._last: float | None = None
-        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._bar: Progress | None = None
-        if self.console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
-            done = max(first_step - 1, 0)
-            self._task = self._bar.add_task("starting", total=num_steps, completed=done)
-            self._bar.start()
+    def phase(self, name: str | None) -> None:
+        """What is done from now on; None: nothing that has a name."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Steps count from 1, so ``step`` steps are done; 0 is before the first step."""
-        line, left = f"step {step}  {key_numbers(metrics)}", self._time_left(step)
-        if self._bar is None:
-            logger.info("%s  (of %s%s)", line, self._num_steps, left and f", {left}")
-            return
-        self._bar.console.print(line, highlight=False, markup=False)
-        self._bar.update(self._task, completed=step, description=left)
 
-    def _time_left(self, step: int) -> str:
-        """By the mean of recent steps; empty until two are logged. Start-up is not a step."""
-        now = time.monotonic()
-        if self._last is not None:
-            self._durations.append(now - self._last)
-        self._last = now
-        if not self._durations:
-            return ""
-        mean = sum(self._durations) / len(self._durations)
-        return f"{duration(max(self._num_steps - step, 0) * mean)} left"
+    def close(self) -> None: ...
+
+
+class ProgressLines:
+    """A log line per step, for a file or a pipe."""
+
+    def __init__(self, num_steps: int, eta: Eta | None = None) -> None:
+        self._num_steps, self._eta = num_steps, eta or Eta(num_steps)
+
+    def phase(self, name: str | None) -> None:
+        self._eta.phase(name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        left = self._eta.step(step)
+        of = f"of {self._num_steps}{'' if left is None else f', {left} left'}"
+        logger.info("step %s  %s  (%s)", step, key_numbers(metrics), of)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        pass
 
 
 class TransferBar:
@@ -134,16 +116,3 @@ def key_numbers(metrics: Mapping[str, float]) -> str:
         if name in metrics
     )
     return "  ".join(shown)
-
-
-def duration(seconds: float) -> str:
-    """``75`` as ``1m15s``; two units at most, the way a person says it."""
-    total = round(seconds)
-    days, hours, minutes = total // 86400, total // 3600 % 24, total // 60 % 60
-    if days:
-        return f"{days}d{hours:02}h"
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    if minutes:
-        return f"{minutes}m{total % 60:02}s"
-    return f"{total}s"

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
-
 from rltrain.config.redact import redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
 from rltrain.planning.roofline import describe_bottleneck
@@ -27,7 +25,7 @@ from rltrain.tracking.backends import Rows, State, start_copies
 from rltrain.tracking.gpus import read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
 from rltrain.tracking.metrics import check_metrics
-from rltrain.tracking.progress import ProgressLine
+from rltrain.tracking.progress import ProgressLines, RunProgress
 from rltrain.tracking.report import write_report
 
 logger = logging.getLogger(__name__)
@@ -59,6 +57,7 @@ class Tracker:
             the first is logged as step 0.
         first_step: 0 starts afresh; k + 1 resumes a run whose checkpoint is of step k, and lines
             of the .jsonl files at or past it are dropped; gpus.csv begins anew.
+        progress: shows the steps, and is closed with the rest; log lines where it is None.
         gpus: those of the run, by NVML index or UUID; none are sampled where it is empty.
 
     Raises:
@@ -75,7 +74,7 @@ class Tracker:
         num_steps: int,
         first_step: int = 0,
         gpus: Sequence[str] = (),
-        console: Console | None = None,
+        progress: RunProgress | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._num_samples = tracking.num_samples
@@ -88,7 +87,7 @@ class Tracker:
         rows, raised = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "alerts"))
         self._watch = Watch(tracking.alerts, rows, raised)
         self._copies = start_copies(run_dir, tracking, redacted(config), first_step)
-        self._progress = ProgressLine(num_steps, first_step, console)
+        self._progress = progress or ProgressLines(num_steps)
         self._gpus = start_gpu_log(run_dir / "gpus.csv", gpus)
         self._finished = False
 
@@ -113,6 +112,10 @@ class Tracker:
         logger.warning("%s since step %d: %s", alert.title, alert.since, alert.text)
         for copy in self._copies:
             copy.alert(alert.step, alert.kind, f"Since step {alert.since}: {alert.text}")
+
+    def phase(self, name: str | None) -> None:
+        """What the run does from now on, for whoever watches."""
+        self._progress.phase(name)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the first ``tracking.num_samples`` rollouts, each with all of ``SAMPLE_COLUMNS``."""

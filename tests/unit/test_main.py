@@ -15,6 +15,7 @@ import pytest
 from rltrain.actors.failures import ActorFailed
 from rltrain.cli.going_on import resume_command
 from rltrain.cli.typed_command import program
+from rltrain.controller.run_data import RunData
 from rltrain.main import compose, main
 from rltrain.tracking.tracker import write_outcome
 
@@ -32,8 +33,9 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise error
             error()
 
-        def preflight(config: Any) -> None:
+        def preflight(config: Any) -> RunData:
             Path(config.trainer.output_dir).mkdir(exist_ok=True)
+            return RunData()
 
         monkeypatch.setenv("WANDB_API_KEY", SECRET)
         monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", preflight)

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from rltrain.cli.app import main
-from rltrain.cli.data_text import escape_control, render_problem
+from rltrain.cli.data_text import render_problem
+from rltrain.config.redact import escape_control
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import tiny_tokenizer
 

@@ -10,7 +10,7 @@ from rltrain.config.redact import REDACTED, redacted
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.jsonl import read_jsonl
-from rltrain.tracking.progress import ProgressLine, TransferBar, duration, key_numbers
+from rltrain.tracking.progress import TransferBar, key_numbers
 from rltrain.tracking.tracker import SAMPLE_COLUMNS, Tracker
 
 TRACKING = TrackingConfig(backends=[], num_samples=2)
@@ -96,45 +96,17 @@ METRICS = {"reward/mean": 0.4127, "eval/accuracy": 0.482, "mismatch/k3": 3.1e-5,
 
 def test_without_a_terminal_each_step_is_a_log_line(tmp_path, caplog):
     caplog.set_level("INFO", logger="rltrain.tracking.progress")
-    console = Console(file=io.StringIO(), force_terminal=False)
-    with _tracker(tmp_path, console=console) as tracker:
+    with _tracker(tmp_path) as tracker:
         tracker.log(0, METRICS)
         tracker.log(1, METRICS)
     line, later = (r.getMessage() for r in caplog.records if r.name == "rltrain.tracking.progress")
     assert later.endswith("(of 4, 0s left)")
     assert line.startswith("step 0  reward 0.413  accuracy 48.2%  k3 3.1e-05  5.2 s/step  (of 4)")
-    assert console.file.getvalue() == ""
-
-
-def test_in_a_terminal_there_is_a_bar_with_an_eta(tmp_path):
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with _tracker(tmp_path, first_step=2, console=console) as tracker:
-        tracker.log(2, METRICS)
-        tracker.log(3, METRICS)
-    shown = console.file.getvalue()
-    assert "step 2  reward 0.413" in shown
-    assert "3/4" in shown
-    assert "0s left" in shown
-
-
-def test_the_eta_is_the_recent_mean_times_what_is_left(monkeypatch):
-    times = iter([100.0, 110.0, 130.0])
-    monkeypatch.setattr("rltrain.tracking.progress.time.monotonic", lambda: next(times))
-    line = ProgressLine(12, 0, Console(file=io.StringIO(), force_terminal=False))
-    assert [line._time_left(step) for step in (0, 1, 2)] == ["", "1m50s left", "2m30s left"]
 
 
 def test_key_numbers_leave_out_what_was_not_measured():
     assert key_numbers({"routing/coverage": 1.0}) == "coverage 1"
     assert key_numbers({}) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0s"), (75, "1m15s"), (3600, "1h00m"), (7384, "2h03m"), (90000, "1d01h")],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
 
 
 SECRET = "s3cr3t-value"
