@@ -1,8 +1,9 @@
 """``rltrain logs``: the logs of a run's workers and engines, without what a terminal would obey."""
 
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,12 +11,52 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.actors.last_error import last_error, last_line
+from rltrain.cli.find_run import find_run
 from rltrain.config.redact import escape_control, strip_terminal_codes
 
 ERROR_LOG = "error"
 """The name of error.log: the traceback that ended the run."""
 TAIL_BYTES = 64 * 1024
 POLL_S = 0.5
+
+
+def logs(words: Sequence[str], *, with_errors: bool, with_new_lines: bool) -> int:
+    """List the logs of a run, print one or follow them.
+
+    Args:
+        words: the folder of a run, the name of a log, or both in this order
+        with_errors: show the last error of each instead
+        with_new_lines: show what is written from now on, until the run is over
+
+    Raises:
+        ValueError: there is no such run or log.
+    """
+    if with_errors and with_new_lines:
+        raise ValueError("expected one of --follow and --errors, found both")
+    run, who = split_words(words)
+    files = choose(log_files(run), who)
+    if with_errors:
+        list_errors(files)
+    elif with_new_lines:
+        follow(files, (run / "outcome.json").exists)
+    elif who is None:
+        list_logs(files)
+    elif len(files) > 1:
+        raise ValueError(f"{who}: expected the name of one log, found {', '.join(files)}")
+    else:
+        print_log(*files.values())
+    return 0
+
+
+def split_words(words: Sequence[str]) -> tuple[Path, str | None]:
+    """The folder of the run, and whose log. A single word that is no path is the latter."""
+    if len(words) > 2:
+        raise ValueError(f"expected RUN and WHO at most, found {len(words)} words")
+    if len(words) == 2:
+        return find_run(Path(words[0])), words[1]
+    if words and (os.sep in words[0] or Path(words[0]).expanduser().is_dir()):
+        return find_run(Path(words[0])), None
+    return find_run(None), (words[0] if words else None)
 
 
 def log_files(run: Path) -> dict[str, Path]:

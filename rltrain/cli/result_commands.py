@@ -11,29 +11,68 @@ commands = typer.Typer()
 PANEL = "Look at runs"
 
 
+RunFolder = Annotated[
+    Path | None,
+    typer.Argument(metavar="RUN", help="The folder of a run. Default: the newest below outputs/."),
+]
+
+
 @commands.command(**listed("rltrain report outputs/2026-01-02_03-04-05", panel=PANEL))
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]) -> int:
+def report(run: RunFolder = None) -> int:
     """Write the report of a run anew, from the files in its folder."""
+    from rltrain.cli.find_run import find_run
     from rltrain.cli.report_command import report
 
-    return report(run)
+    return report(find_run(run))
 
 
 @commands.command(**listed("rltrain compare outputs/first outputs/second", panel=PANEL))
 def compare(
     runs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="RUN...",
-            help="The folders of two or more runs. The first counts as the baseline.",
+            help="The folders of two or more runs. The first counts as the baseline. Default: the "
+            "two newest below outputs/.",
         ),
-    ],
+    ] = None,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
 ) -> int:
     """Compare runs: curves together, differences of configuration, verdicts with intervals."""
     from rltrain.cli.compare_command import compare
+    from rltrain.cli.find_run import find_run, newest_runs
 
-    return compare(runs, output)
+    return compare([find_run(run) for run in runs] if runs else newest_runs(2), output)
+
+
+@commands.command(
+    **listed(
+        "rltrain logs",
+        "rltrain logs engine-0 --follow",
+        "rltrain logs outputs/2026-01-02_03-04-05 --errors",
+        panel=PANEL,
+    )
+)
+def logs(
+    run_and_who: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN WHO",
+            help="The folder of a run, by default the newest below outputs/; and a log to print, "
+            "such as engine-0. Without WHO the logs are listed.",
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print what is written, until the run ends.")
+    ] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", "-e", help="Show the last error in each log.")
+    ] = False,
+) -> int:
+    """Show the logs of a run's workers and engines."""
+    from rltrain.cli.logs_command import logs
+
+    return logs(run_and_who or [], with_errors=errors, with_new_lines=follow)
 
 
 @commands.command(**listed("rltrain dashboard my-team/my-project", panel=PANEL))

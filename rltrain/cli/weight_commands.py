@@ -23,13 +23,14 @@ MaxFile = Annotated[
     "export", **listed("rltrain export outputs/2026-01-02_03-04-05 my_model --step 20", panel=PANEL)
 )
 def export_weights(
-    source: Annotated[
-        Path,
+    source_and_out: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="SOURCE", help="A run's folder, a checkpoint in it, or what import wrote."
+            metavar="SOURCE OUT",
+            help="SOURCE: a run's folder, a checkpoint in it, or what import wrote; by default the "
+            "newest run below outputs/. OUT: a folder that does not exist.",
         ),
     ],
-    out: Out,
     step: Annotated[
         int | None, typer.Option(help="Of the run's checkpoint. Default: the newest.")
     ] = None,
@@ -42,8 +43,14 @@ def export_weights(
     """Write a checkpoint of a run, or an imported one, as a Hugging Face folder."""
     ignore_import_warnings()
     from rltrain.cli.convert_command import export_weights
+    from rltrain.cli.find_run import find_run
 
-    return export_weights(source, out, step=step, dtype=dtype, max_file=max_file)
+    if len(source_and_out) > 2:
+        raise ValueError(f"expected SOURCE and OUT, found {len(source_and_out)} folders")
+    *source, out = source_and_out
+    return export_weights(
+        source[0] if source else find_run(None), out, step=step, dtype=dtype, max_file=max_file
+    )
 
 
 @commands.command("import", **listed("rltrain import /models/my-qwen3-moe imported", panel=PANEL))

@@ -118,7 +118,7 @@ def test_the_version_is_that_of_everything_that_computes(
         ("train --cfg jbo +recipe=grpo_moe_r3", "Invalid value for '--cfg'"),
         ("plan +recipe=grpo_moe_r3 --gpus eight", "Invalid value for '--gpus'"),
         ("plan +recipe=grpo_moe_r3 --gpus 0", "Invalid value for '--gpus'"),
-        ("export here", "Missing argument 'OUT'"),
+        ("import here", "Missing argument 'OUT'"),
         ("data", "Missing argument"),
         ("bench", "Missing command"),
     ],

@@ -1,0 +1,113 @@
+"""The logs of a run: listed, printed, followed, and their errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rltrain.cli.app import main
+
+ROOT = Path(__file__).parents[3]
+TRACEBACK = """=== process 7 starts, 2026-11-30T00:00:00+00:00 ===
+loading
+Traceback (most recent call last):
+  File "/x/site-packages/vllm/v1/core/kv_cache_utils.py", line 879, in _check_enough
+    raise ValueError("No available memory")
+ValueError: No available memory
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    logs = tmp_path / "outputs" / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs.parent / "config.yaml").touch()
+    (logs / "engine-0.log").write_text(TRACEBACK)
+    (logs / "engine-1.log").write_text("ready\n")
+    (logs / "policy-0.log").write_bytes(b"\x1b]0;title\x07\x1b[31mred\x1b[0m \x08\xff\n" * 3000)
+    return logs.parent
+
+
+def test_logs_are_listed_with_their_sizes_and_last_lines(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "error.log").write_text("KeyError: 1\n")
+    assert main(["logs"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in printed.splitlines()[1:]}
+    assert rows["engine-0"] == [str(len(TRACEBACK)), "B", "ValueError: No available memory"]
+    assert rows["engine-1"] == ["6", "B", "ready"]
+    assert rows["policy-0"][:2] == ["62", "KiB"] and rows["policy-0"][2].startswith("red ")
+    assert rows["error"] == ["12", "B", "KeyError: 1"]
+    assert main(["logs", str(run)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("words", [["engine-1"], ["outputs/run", "engine-1.log"]])
+def test_one_log_is_printed(
+    words: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", *words]) == 0
+    assert capsys.readouterr().out == "ready\n"
+
+
+def test_a_terminal_obeys_no_log(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "policy"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == "red \\x08\ufffd\n" * 3000
+
+
+def test_the_last_error_of_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "--errors"]) == 0
+    shown = capsys.readouterr().out
+    assert "engine-0: ValueError: No available memory\n  at vllm/v1/core/kv_cache_u" in shown
+    assert "engine-1: no error\n" in shown
+    assert main(["logs", "engine", "-e"]) == 0
+    assert "policy-0" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["engin-0"], "engin-0: expected one of engine-0, engine-1, policy-0"),
+        (["engine"], "expected the name of one log, found engine-0, engine-1"),
+        (["a", "b", "c"], "expected RUN and WHO at most, found 3 words"),
+        (["outputs/no", "engine-0"], "outputs/no: expected the folder of a run"),
+        (["outputs/no"], "outputs/no: expected the folder of a run"),
+        (["--errors", "--follow"], "expected one of --follow and --errors, found both"),
+    ],
+)
+def test_what_is_not_there(
+    words: list[str], answer: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", *words]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_a_run_without_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (run / "logs").iterdir():
+        file.unlink()
+    assert main(["logs"]) == 2
+    assert "found none: the run ended before it started a worker" in capsys.readouterr().err
+
+
+def test_a_log_is_followed_until_the_run_ends(run: Path) -> None:
+    command = [sys.executable, "-m", "rltrain.cli.app", "logs", "engine", "--follow"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=-1, text=True, env=environment) as process:
+        assert process.stdout
+        head = [process.stdout.readline() for _ in range(7)]
+        assert head[-1] == "engine-1: ready\n" and head[0].startswith("engine-0: === process 7")
+        with (run / "logs" / "engine-1.log").open("a") as log:
+            log.write("half a ")
+            log.flush()
+            log.write("\x1b[2Jline\n")
+        assert process.stdout.readline() == "engine-1: half a line\n"
+        with (run / "logs" / "engine-0.log").open("a") as log:
+            log.write("last words\n")
+        (run / "outcome.json").write_text("{}")
+        assert process.stdout.read() == "engine-0: last words\n"
+        assert process.wait(10) == 0
