@@ -85,6 +85,11 @@ def _bytes(text: str) -> int:
 def _find_checkpoint(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]:
     """The checkpoint, the folder with its configuration and tokenizer, and whether
     it has layers that predict further tokens."""
+    if not source.is_dir():  # said before torch is imported, which takes seconds
+        raise ValueError(
+            f"{source}: expected a run's folder, a checkpoint in it or an imported one, found "
+            f"{'a file' if source.exists() else 'no such folder'}"
+        )
     from rltrain.config.saved_config import NAME, load_config
     from rltrain.controller.run_checkpoint import (
         FOLDER,

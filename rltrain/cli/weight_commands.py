@@ -47,10 +47,9 @@ def export_weights(
 
     if len(source_and_out) > 2:
         raise ValueError(f"expected SOURCE and OUT, found {len(source_and_out)} folders")
-    *source, out = source_and_out
-    return export_weights(
-        source[0] if source else find_run(None), out, step=step, dtype=dtype, max_file=max_file
-    )
+    *named, out = source_and_out
+    source = named[0] if named else find_run(None)
+    return export_weights(source, out, step=step, dtype=dtype, max_file=max_file)
 
 
 @commands.command("import", **listed("rltrain import /models/my-qwen3-moe imported", panel=PANEL))

@@ -38,6 +38,7 @@ COMMANDS = all_commands()
 NAMES = {words[0] for words in COMMANDS}
 BAD_REQUESTS = {
     ("bench", "compare"): ["/nowhere", "/nowhere"],
+    ("compare",): ["/nowhere"],
     ("dashboard",): ["project"],
     ("data",): ["trainer.stpes=1"],
     ("explain",): ["RL9999"],
@@ -45,6 +46,7 @@ BAD_REQUESTS = {
     ("import",): ["/nowhere", "/nowhere/out"],
     ("init",): ["/dev/null"],
     ("keys",): ["no_such_word"],
+    ("logs",): ["/nowhere"],
     ("plan",): ["+recipe=grpo_moe_r4"],
     ("report",): ["/nowhere"],
     ("routes", "capture"): ["/nowhere", "out"],
