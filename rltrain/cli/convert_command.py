@@ -32,6 +32,11 @@ def import_weights(source: Path, out: Path, *, max_file: str) -> int:
         RuntimeError: OUT cannot be written, for example on a full disk.
     """
     source, out, limit = _absolute(source), _absolute(out), _bytes(max_file)
+    if not source.is_dir():  # said before torch is imported, which takes seconds
+        raise ValueError(
+            f"{source}: expected a Hugging Face folder, found "
+            f"{'a file' if source.exists() else 'no such folder'}"
+        )
     from rltrain.weights.families import read_architecture
     from rltrain.weights.huggingface.import_checkpoint import import_huggingface
     from rltrain.weights.huggingface.load import open_checkpoint

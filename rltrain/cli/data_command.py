@@ -2,8 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from rltrain.config import Config
 from rltrain.controller.checks.model_checks import check_lengths, read_model
@@ -12,7 +10,7 @@ from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
 NUM_SHOWN = 3
 
 
-def data(overrides: Sequence[str], config_dir: Path | None) -> int:
+def data(config: Config) -> int:
     """Print what was found of data, tokenizer and reward; the exit status is 1 when a run with this
     configuration could not use them.
 
@@ -20,10 +18,8 @@ def data(overrides: Sequence[str], config_dir: Path | None) -> int:
         ValueError: the configuration is wrong.
     """
     from rltrain.cli.data_text import print_data
-    from rltrain.main import compose
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    config = compose(overrides, config_dir)
     run_data = examine_data(config)
     print_data(config, run_data, NUM_SHOWN)
     sys.stdout.flush()

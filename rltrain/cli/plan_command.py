@@ -5,7 +5,6 @@ plans for the CPU of this machine.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.algorithms.advantages import needs_critic
@@ -18,7 +17,6 @@ from rltrain.controller.checks.model_checks import (
     check_replay,
     read_model,
 )
-from rltrain.main import compose
 from rltrain.planning.machine import GpuMachine, device
 from rltrain.planning.memory_terms import GIB
 from rltrain.planning.plan_cpu import Host, describe_cpu
@@ -26,9 +24,7 @@ from rltrain.planning.plan_text import describe_gpus
 from rltrain.weights.architecture.decoder import Architecture
 
 
-def plan(
-    overrides: Sequence[str], gpus: int | None, gpu_memory_gib: float, config_dir: Path | None
-) -> int:
+def plan(config: Config, gpus: int | None, gpu_memory_gib: float) -> int:
     """Print placement, batch and memory; the exit status is 1 when the run does not fit, or would
     span nodes.
 
@@ -37,9 +33,8 @@ def plan(
         gpu_memory_gib: of each
 
     Raises:
-        ValueError: the configuration is wrong, or does not go with the model.
+        ValueError: the configuration does not go with the model.
     """
-    config = compose(overrides, config_dir)
     config, note = with_architecture(config)
     # --gpus plans for another machine.
     where = "cuda" if gpus else device(config.cluster)

@@ -87,9 +87,12 @@ def train(
 @commands.command(**listed("rltrain data recipe.yaml", panel=PANEL))
 def data(overrides: Overrides, config_dir: ConfigDir = None) -> int:
     """Show the data as the model sees them, and try the reward. Nothing starts."""
+    from rltrain.main import compose
+
+    config = compose(overrides, config_dir)  # a mistake in it is said before the rest is imported
     from rltrain.cli.data_command import data
 
-    return data(overrides, config_dir)
+    return data(config)
 
 
 @commands.command(**listed("rltrain plan +recipe=grpo_qwen3_30b_a3b_8gpu --gpus 8", panel=PANEL))
@@ -105,9 +108,12 @@ def plan(
     config_dir: ConfigDir = None,
 ) -> int:
     """Show placement, batch and memory. Nothing starts."""
+    from rltrain.main import compose
+
+    config = compose(overrides, config_dir)  # a mistake in it is said before the rest is imported
     from rltrain.cli.plan_command import plan
 
-    return plan(overrides, gpus, gpu_memory_gib, config_dir)
+    return plan(config, gpus, gpu_memory_gib)
 
 
 @commands.command(

@@ -37,7 +37,8 @@ def test_logs_are_listed_with_their_sizes_and_last_lines(
     (run / "error.log").write_text("KeyError: 1\n")
     assert main(["logs"]) == 0
     printed = capsys.readouterr().out
-    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in printed.splitlines()[1:]}
+    lines = [line.rstrip() for line in printed.splitlines()[1:]]
+    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in lines}
     assert rows["engine-0"] == [str(len(TRACEBACK)), "B", "ValueError: No available memory"]
     assert rows["engine-1"] == ["6", "B", "ready"]
     assert rows["policy-0"][:2] == ["62", "KiB"] and rows["policy-0"][2].startswith("red ")
