@@ -13,9 +13,6 @@ NUM_SHOWN = 3
 def data(config: Config) -> int:
     """Print what was found of data, tokenizer and reward; the exit status is 1 when a run with this
     configuration could not use them.
-
-    Raises:
-        ValueError: the configuration is wrong.
     """
     from rltrain.cli.data_text import print_data
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rltrain.config import Config
 from rltrain.controller.evaluation import is_due
 from rltrain.controller.run_loop import is_checkpoint_due
-from rltrain.tracking.eta import Eta
+from rltrain.tracking.eta import Due, Eta
 from rltrain.tracking.panel import LivePanel
 from rltrain.tracking.progress import ProgressLines, RunProgress
 
@@ -24,14 +24,13 @@ def run_progress(
     """
     console = console or Console()
     trainer = config.trainer
-    eta = Eta(
-        trainer.steps,
-        {
-            "eval": lambda step: has_held_out and is_due(trainer, step),
-            "checkpoint": lambda step: is_checkpoint_due(config, step),
-            "weight_sync": lambda step: step % trainer.sync_every == 0 or step == trainer.steps,
-        },
-    )
+    due: dict[str, Due] = {
+        "eval": lambda step: has_held_out and is_due(trainer, step),
+        "checkpoint": lambda step: is_checkpoint_due(config, step),
+    }
+    if config.algorithm.type == "rl":
+        due["weight_sync"] = lambda step: step % trainer.sync_every == 0 or step == trainer.steps
+    eta = Eta(trainer.steps, due)
     if not console.is_terminal or console.is_dumb_terminal:
         return ProgressLines(trainer.steps, eta)
     folder = os.path.relpath(trainer.output_dir)

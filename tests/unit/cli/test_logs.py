@@ -41,7 +41,7 @@ def test_logs_are_listed_with_their_sizes_and_last_lines(
     rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in lines}
     assert rows["engine-0"] == [str(len(TRACEBACK)), "B", "ValueError: No available memory"]
     assert rows["engine-1"] == ["6", "B", "ready"]
-    assert rows["policy-0"][:2] == ["62", "KiB"] and rows["policy-0"][2].startswith("red ")
+    assert rows["policy-0"][:2] == ["76", "KiB"] and rows["policy-0"][2].startswith("red ")
     assert rows["error"] == ["12", "B", "KeyError: 1"]
     assert main(["logs", str(run)]) == 0
     assert capsys.readouterr().out == printed
