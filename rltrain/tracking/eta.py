@@ -49,7 +49,7 @@ class Eta:
         if self._open is not None:
             open_name, began = self._open
             self._of_this_step[open_name] = self._of_this_step.get(open_name, 0.0) + now - began
-        self._open = (name, now) if name in self.due else None
+        self._open = (name, now) if name is not None and name in self.due else None
 
     def step(self, step: int) -> TimeLeft | None:
         """A step has ended. Start-up is not a step: None until the time of one is known."""
