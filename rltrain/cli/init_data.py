@@ -59,7 +59,7 @@ def look_at_data(path: str) -> DataShape:
     where = Path(path).expanduser().absolute()
     source = source_of(where)
     config = DataConfig(source=source, path=str(where))  # type: ignore[arg-type]
-    find_files(source, str(where), "--data")
+    find_files(source, path, "--data")
     rows = list(islice(read_rows(config, str(where), key="--data"), NUM_COUNTED))
     row = next((item.row for item in rows if isinstance(item.row, dict)), None)
     if row is None:

@@ -31,7 +31,7 @@ def test_the_installed_wheel_composes_the_recipe(tmp_path: Path) -> None:
     assert not list(empty.iterdir())
 
     python(["-m", "rltrain.cli.app", "init", "my_run"], empty, site)
-    printed = python(["-m", "rltrain.main", "my_run/recipe.yaml", "--cfg", "job"], empty, site)
+    printed = python(["-m", "rltrain.main", "recipe.yaml", "--cfg", "job"], empty / "my_run", site)
     assert yaml.safe_load(printed)["data"]["path"] == "data/train.jsonl"
 
 

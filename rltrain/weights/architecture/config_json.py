@@ -6,6 +6,7 @@ train another model than vLLM runs.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,18 +124,10 @@ class Fields:
                 )
 
 
-def _why_no_folder(folder: Path) -> str:
-    if folder.is_file():
-        return f"is a file; its folder is {folder.parent}"
-    here = "" if folder.is_absolute() else f" in {Path.cwd()}"
-    return f"does not exist{here}"
-
-
-def _how_to_fetch(folder: Path) -> str:
-    """For what may be a name on the Hugging Face hub."""
-    if folder.is_absolute() or len(folder.parts) != 2 or folder.exists():
-        return ""
-    return f". rltrain downloads nothing: hf download {folder} --local-dir FOLDER"
+def _how_to_fetch(name: str) -> str:
+    """For what looks like the name of a model on the Hugging Face hub."""
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    return f". To fetch one: hf download {name} --local-dir FOLDER" if is_hub_name else ""
 
 
 def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
@@ -142,9 +135,9 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"model folder {folder} {_why_no_folder(folder)}: "
+            f"model folder {folder} does not exist: "
             "model.path must be a local Hugging Face folder with config.json and safetensors files"
-            f"{_how_to_fetch(folder)} [RL3001]"
+            f"{_how_to_fetch(str(path))} [RL3001]"
         )
     file = folder / "config.json"
     if not file.is_file():

@@ -197,6 +197,8 @@ def test_a_dense_model_has_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--gpus", "9"], "expected 1 to 8"),
         (["--gpus", "0"], "expected 1 to 8"),
         (["--model", "nowhere"], "nowhere"),
+        (["--model", "org/name"], "hf download org/name --local-dir FOLDER"),
+        (["--data", "org/name"], "hf download org/name --repo-type dataset --local-dir FOLDER"),
         (["--data", "nowhere.jsonl"], "--data: there is no file or folder"),
         (["--data", "rows.csv"], "convert it"),
         (["--data", "empty.jsonl"], "expected rows that are objects, found none"),
