@@ -102,6 +102,8 @@ class AlertsConfig(Section):
     k3_factor: Annotated[float, Field(ge=1)] = 10.0
     """Alert if mismatch/k3 is this many times the window's median, and above ``k3_floor``."""
     k3_floor: Annotated[float, Field(ge=0)] = 1e-3
+    k3_limit: Annotated[float, Field(gt=0)] = 0.1
+    """Alert if mismatch/k3 is above this, whatever it was before."""
     coverage: Share = 1.0
     """Alert if routing/coverage is below this."""
     again_after: Positive = 50

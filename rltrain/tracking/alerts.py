@@ -76,6 +76,10 @@ class Fall:
     look_at: str
 
 
+REWARD_ADVICE = (
+    "see policy/grad_norm, policy/ratio_max and mismatch/k3 of the steps before; go back to a "
+    "checkpoint from before it, with a lower optimizer.lr [RL5103]"
+)
 FALLS = (
     Fall(
         "entropy_collapse",
@@ -99,8 +103,7 @@ FALLS = (
         "reward/mean",
         "gain",
         "reward",
-        "see policy/grad_norm, policy/ratio_max and mismatch/k3 of the steps before; go back to a "
-        "checkpoint from before it, with a lower optimizer.lr [RL5103]",
+        REWARD_ADVICE,
     ),
     Fall(
         "throughput_drop",
@@ -124,6 +127,8 @@ def find_alerts(history: History, settings: AlertsConfig) -> list[Alert]:
     alerts = [
         fallen(rule, current[rule.metric], settings) for rule in FALLS if rule.metric in current
     ]
+    if {"reward/mean", "reward/std"} <= current.keys():
+        alerts.append(early_collapse(current["reward/mean"], current["reward/std"], settings))
     if "mismatch/k3" in current:
         alerts.append(mismatch_spike(current["mismatch/k3"], settings))
     if "routing/coverage" in current:
@@ -156,24 +161,42 @@ def fallen(rule: Fall, series: Series, settings: AlertsConfig) -> Alert | None:
     return Alert(series.steps[-1], rule.kind, since, rule.metric, value, level, text)
 
 
+def early_collapse(reward: Series, std: Series, settings: AlertsConfig) -> Alert | None:
+    """The reward before there is a window: it lost more since the first step than the standard
+    deviation of single rewards, which no mean of many loses by chance."""
+    if not settings.recent < len(reward.values) < settings.window + settings.recent:
+        return None
+    level, value = reward.values[0], median(reward.values[-settings.recent :])
+    limit = level - max(*std.values, LEAST_NOISE * abs(level))
+    if value >= limit:
+        return None
+    text = (
+        f"reward/mean is {value:.4g}, the median of {settings.recent} steps. It was {level:.4g} in "
+        f"the first step. What to look at: {REWARD_ADVICE}"
+    )
+    since = first_below(reward, limit)
+    return Alert(reward.steps[-1], "reward_collapse", since, "reward/mean", value, level, text)
+
+
 def mismatch_spike(series: Series, settings: AlertsConfig) -> Alert | None:
-    """One step whose k3 is far above those before it, and above what can be called harmless."""
+    """One step whose k3 is far above those before it and above what can be called harmless, or
+    above what is never harmless."""
     *past, value = series.values
     before = [math.log(k3) for k3 in past[-settings.window :] if k3 > 0]
-    if len(before) < settings.window // 2:
+    limit = settings.k3_limit
+    if len(before) >= settings.window // 2:
+        factor = max(math.log(settings.k3_factor), settings.noise * _mad_sigma(before))
+        limit = min(limit, max(settings.k3_floor, math.exp(median(before) + factor)))
+    if value <= limit:
         return None
-    usual = median(before)
-    allowed = usual + max(math.log(settings.k3_factor), settings.noise * _mad_sigma(before))
-    if value <= max(settings.k3_floor, math.exp(allowed)):
-        return None
-    step, usual = series.steps[-1], math.exp(usual)
+    step = series.steps[-1]
+    usual = f"; the median of the steps before is {math.exp(median(before)):.2g}" if before else ""
     text = (
-        f"mismatch/k3 is {value:.2g}, {value / usual:.0f} times its median of the steps before "
-        f"({usual:.2g}): engine and trainer disagree about this step's rollouts. What to look at: "
-        "rollout/weight_version and rollout/staleness, routing/overlap by layer, and "
-        "mismatch/worst_sequence [RL5105]"
+        f"mismatch/k3 is {value:.2g}, above {limit:.2g}{usual}. Engine and trainer disagree about "
+        "this step's rollouts. What to look at: rollout/weight_version and rollout/staleness, "
+        "routing/overlap by layer, and mismatch/worst_sequence [RL5105]"
     )
-    return Alert(step, "mismatch_spike", step, "mismatch/k3", value, usual, text)
+    return Alert(step, "mismatch_spike", step, "mismatch/k3", value, limit, text)
 
 
 def missing_routes(series: Series, settings: AlertsConfig) -> Alert | None:
@@ -262,4 +285,4 @@ class Watch:
                 self._history[name].values.append(float(value))
 
 
-WATCHED = {rule.metric for rule in FALLS} | {"mismatch/k3", "routing/coverage"}
+WATCHED = {rule.metric for rule in FALLS} | {"reward/std", "mismatch/k3", "routing/coverage"}
