@@ -27,7 +27,12 @@ from benchmarks.result import Interval, Result, median_interval
 from benchmarks.train import TINY, Shape
 from benchmarks.train import timed as wall_time
 from rltrain.config import Config
-from rltrain.controller.checks.route_gate import flip_metrics, narrow_bins, wrong_routes
+from rltrain.controller.checks.route_gate import (
+    flip_metrics,
+    narrow_bins,
+    noise_scales,
+    wrong_routes,
+)
 from rltrain.routing.align import last_rows
 
 if TYPE_CHECKING:
@@ -81,10 +86,11 @@ def parts(worker: "PolicyWorker", shape: Shape) -> dict[str, Callable[[], Any]]:
     assert agreement is not None
 
     def judge() -> None:
-        flips = worker.wide_flips(narrow_bins(agreement))
+        noise = noise_scales(agreement)
+        flips = worker.wide_flips(narrow_bins(agreement, noise))
         assert flips is not None
         assert wrong_routes(batch, agreement, flips, worker.arch.experts_per_token) is None
-        flip_metrics(agreement, flips)
+        flip_metrics(agreement, noise, flips)
 
     def update() -> None:
         objective = partial(worker._objective, 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rltrain.algorithms.kl import kl_estimate
 from rltrain.algorithms.losses import find_loss
-from rltrain.algorithms.losses.loss_inputs import LossInputs, require_token_loss
+from rltrain.algorithms.losses.loss_inputs import LossInputs, TokenLoss, require_token_loss
 from rltrain.algorithms.reduce import weighted_sum
 from rltrain.config.algorithm import AlgorithmConfig
 
@@ -66,23 +66,11 @@ def policy_objective(
         config=config,
     )
     token_loss = require_token_loss(find_loss(config.loss)(inputs), inputs)
-    log_r = inputs.log_ratio.detach()
     corrected = token_loss.loss
     if targets.correction_weights is not None:
         corrected = _where(counted, targets.correction_weights) * token_loss.loss
     policy_loss = loss = weighted_sum(weights, corrected)
-    totals = {
-        "tokens": counted,
-        "ratio": token_loss.ratio,
-        "kl": log_r.expm1() - log_r,
-        "entropy": entropy,
-        # NaN counts as beyond all thresholds.
-        **{
-            f"ratio_beyond/{x:g}": ~(token_loss.ratio.detach().log().abs() <= x)
-            for x in RATIO_STEPS
-        },
-        **{f"stat/{name}": value for name, value in token_loss.stats.items()},
-    }
+    totals = _token_values(token_loss, inputs, entropy)
     if targets.ref_logprobs is not None:
         ref_logprobs = _where(counted, targets.ref_logprobs)
         ref_kl = kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
@@ -102,6 +90,23 @@ def policy_objective(
             "entropy_max": entropy.detach().amax(),
         },
     )
+
+
+def _token_values(token_loss: TokenLoss, inputs: LossInputs, entropy: Tensor) -> dict[str, Tensor]:
+    """What the metrics sum over tokens.  # [S] each"""
+    log_r = inputs.log_ratio.detach()
+    return {
+        "tokens": inputs.mask,
+        "ratio": token_loss.ratio,
+        "kl": log_r.expm1() - log_r,
+        "entropy": entropy,
+        # NaN counts as beyond all thresholds.
+        **{
+            f"ratio_beyond/{x:g}": ~(token_loss.ratio.detach().log().abs() <= x)
+            for x in RATIO_STEPS
+        },
+        **{f"stat/{name}": value for name, value in token_loss.stats.items()},
+    }
 
 
 def sft_objective(logprobs: Tensor, *, weights: Tensor) -> tuple[Tensor, Sums]:

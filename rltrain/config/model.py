@@ -67,6 +67,8 @@ class ModelConfig(Section):
     """A checkpoint that `rltrain import` made from `path`. null: read the weights from `path`."""
     tiny: TinyModel = TinyModel()
     cache_dir: NotEmpty = "~/.cache/rltrain"
+    """Folder for what runs prepare once: the tiny model, and encoded data. Encoded data is removed
+    when no run used it for 30 days, and the oldest of it beyond 20 GiB."""
     trust_remote_code: bool = False
     mtp: Literal["hold", "skip"] = "hold"
     """Multi-token-prediction layers. ``hold`` loads them, keeps them frozen and exports them again.

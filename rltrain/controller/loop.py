@@ -176,7 +176,8 @@ class Trainer(Loop):
                 ``routing_replay.gate=stop``.
         """
         replay = self.config.routing_replay
-        flips = self.policy.wide_flips(route_gate.narrow_bins(agreement))
+        noise = route_gate.noise_scales(agreement)
+        flips = self.policy.wide_flips(route_gate.narrow_bins(agreement, noise))
         if replay.mode == "r3":
             wrong = route_gate.wrong_routes(batch, agreement, flips, self.arch.experts_per_token)
             if wrong is not None and replay.gate == "stop":
@@ -185,7 +186,7 @@ class Trainer(Loop):
                 )
             if wrong is not None:
                 logger.warning("%s", wrong)
-        return route_gate.flip_metrics(agreement, flips)
+        return route_gate.flip_metrics(agreement, noise, flips)
 
     def measures(self, batch: Batch, step: int) -> bool:
         every = self.config.routing_replay.sample_every

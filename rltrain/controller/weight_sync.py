@@ -14,6 +14,7 @@ from rltrain.config.rollout import Transport
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.engines import Engines, get_all_of_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
+from rltrain.controller.cluster.rendezvous import rendezvous_file
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.sync.digest import check_same
@@ -78,7 +79,7 @@ class WeightSync:
         if self.transport == "ipc":
             check_shared(receivers, self.policy.device_names())
         if self.transport == "broadcast":
-            file = str(Path(tempfile.mkdtemp(prefix="rltrain-broadcast-")) / "group")
+            file = str(rendezvous_file(self))
             size = 1 + len(receivers)
             first_ranks = list(accumulate(map(len, devices), initial=1))
             wait_until_joined = self.engines.join_group(file, first_ranks, size)

@@ -1,9 +1,10 @@
-"""The cache on disk: folders that are written atomically, named by their content."""
+"""The cache on disk: folders that are written atomically, named by their content, and pruned."""
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -29,3 +30,21 @@ def save_atomically(path: Path, save: Callable[[Path], object]) -> None:
             os.rename(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(folders: Iterable[Path], max_days: float, max_bytes: int) -> None:
+    """Remove the ``folders`` that were not used for ``max_days``, and those used longest ago while
+    all take up more than ``max_bytes``. The one used last stays.
+
+    A folder's modification time is when it was last used.
+    """
+    oldest = time.time() - max_days * 24 * 3600
+    total = 0
+    for number, folder in enumerate(sorted(folders, key=_modified, reverse=True)):
+        total += sum(file.stat().st_size for file in folder.iterdir())
+        if number > 0 and (_modified(folder) < oldest or total > max_bytes):
+            shutil.rmtree(folder)
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime

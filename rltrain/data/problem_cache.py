@@ -8,6 +8,7 @@ tokenizer, the configuration of rows and prompts, and the code that reads them.
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -21,7 +22,7 @@ import pyarrow.parquet
 
 from rltrain.config.data import DataConfig
 from rltrain.data.answers import AnswerRule
-from rltrain.data.cache import save_atomically
+from rltrain.data.cache import prune, save_atomically
 from rltrain.data.chat_template import CLOCK
 from rltrain.data.encoding import Made
 from rltrain.data.problem import Problem
@@ -36,6 +37,9 @@ KEYS = {
 }  # fmt: skip
 """Fields of ``DataConfig`` that affect the problems of a source."""
 
+PREFIX = "data-"
+MAX_DAYS, MAX_BYTES = 30, 20 * 2**30
+"""Folders unused for so long, and the ones used longest ago beyond so many bytes, are removed."""
 ROWS_AT_ONCE = 16_384
 REPORT = b"report"
 SCHEMA = pyarrow.schema(
@@ -49,8 +53,9 @@ SCHEMA = pyarrow.schema(
 )
 
 
-def cached(folder: Path, make: Callable[[], Made]) -> Made:
-    """The problems in ``folder``. If there are none, call ``make`` and save its problems there."""
+def cached(cache: Path, key: str, make: Callable[[], Made]) -> Made:
+    """The problems of ``key``. If there are none, call ``make`` and save its problems there."""
+    folder = cache / f"{PREFIX}{key[:16]}"
     if folder.exists():
         try:
             problems, report = _load(folder)
@@ -58,6 +63,7 @@ def cached(folder: Path, make: Callable[[], Made]) -> Made:
             logger.warning("the cache %s is damaged and is made anew (%s)", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
         else:
+            _tend(lambda: os.utime(folder))  # see `prune`
             logger.info("%s: %d problems from the cache %s", report.where, len(problems), folder)
             return problems, report
     problems, report = make()
@@ -65,7 +71,18 @@ def cached(folder: Path, make: Callable[[], Made]) -> Made:
         save_atomically(folder, lambda new: _save(new, problems, report))
     except ValueError as error:  # the run does not need the cache
         logger.warning("problems are not cached: %s", error)
+    else:
+        _tend(lambda: prune(cache.glob(f"{PREFIX}*"), MAX_DAYS, MAX_BYTES))
     return problems, report
+
+
+def _tend(change: Callable[[], None]) -> None:
+    """Make a change that the run does not need: the cache may be another user's, and another
+    process may remove the same folders."""
+    try:
+        change()
+    except OSError as error:
+        logger.warning("old problems stay in the cache: %s", error)
 
 
 def cache_key(

@@ -118,11 +118,7 @@ def _of_file(
 
     files = find_files(config.source, path, key)
     digest = cache_key(files, split, config, rule, tokenizer) if cache_dir else None
-    made = (
-        make()
-        if cache_dir is None or digest is None
-        else cached(cache_dir / f"data-{digest[:16]}", make)
-    )
+    made = make() if cache_dir is None or digest is None else cached(cache_dir, digest, make)
     log_report(made[1])
     return made
 

@@ -47,10 +47,10 @@ def apply(patch: Patch) -> None:
             is missing, or its parameters differ from ``patch.params``.
     """
     _check_version(patch)
+    if is_applied(patch):
+        return
     owner, name = _resolve(patch)
     original = inspect.getattr_static(owner, name)
-    if getattr(original, _MARK, None) == patch.target:
-        return
     _check_params(patch, original)
     replacement = patch.wrap(original)
     assert _MARK not in vars(replacement), f"{patch.target}: two patches share one replacement"

@@ -113,14 +113,7 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
             can neither return routes nor run the head in fp32 though asked to.
     """
     rollout = spec.rollout
-    for name in rollout.engine_args:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see vllm.AsyncEngineArgs"
-            raise ValueError(
-                f"rollout.engine_args.{name}: the installed vLLM has no such option; {hint}"
-                " [RL1013]"
-            )
+    _check_options(spec, known, has_fp32_head=has_fp32_head)
     args: dict[str, Any] = {
         "model": spec.model_path,
         "dtype": rollout.dtype,
@@ -136,19 +129,7 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         "disable_log_stats": True,
     }
     if spec.capture is not None:
-        if "enable_return_routed_experts" not in known:
-            raise ValueError(
-                "the installed vLLM has no enable_return_routed_experts: routing_replay.mode=r3 "
-                f"and routing_replay.capture=true need vllm>={OLDEST_VLLM}"
-                " [RL4005]"
-            )
         args["enable_return_routed_experts"] = True
-    if rollout.head == "fp32" and not has_fp32_head:
-        raise ValueError(
-            "rollout.head=fp32: the installed vLLM ignores head_dtype when it generates. Install a "
-            "newer one, or set rollout.head=auto"
-            " [RL4005]"
-        )
     overrides: dict[str, Any] = {}
     if rollout.head != "params" and has_fp32_head:
         overrides["head_dtype"] = "float32"
@@ -159,12 +140,6 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
         # vLLM rewinds the generator of a seeded request after each part of a prompt, by a call that
         # CPU generators do not have: the engine dies. So a prompt is never cut into parts.
         args["enable_chunked_prefill"] = False
-        if rollout.engine_args.get("enable_chunked_prefill"):
-            raise ValueError(
-                "rollout.engine_args.enable_chunked_prefill=true: on CPU vLLM cannot cut the "
-                "prompts of seeded requests, and every request is seeded; leave it out"
-                " [RL1013]"
-            )
     else:
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if spec.sleeps:
@@ -174,6 +149,37 @@ def engine_args(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool
     if rollout.tensor_parallel > 1:
         args["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would pick Ray
     return args | rollout.engine_args | {"hf_overrides": overrides}
+
+
+def _check_options(spec: EngineSpec, known: Collection[str], *, has_fp32_head: bool) -> None:
+    """Raise what `engine_args` documents."""
+    rollout = spec.rollout
+    for name in rollout.engine_args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see vllm.AsyncEngineArgs"
+            raise ValueError(
+                f"rollout.engine_args.{name}: the installed vLLM has no such option; {hint}"
+                " [RL1013]"
+            )
+    if spec.capture is not None and "enable_return_routed_experts" not in known:
+        raise ValueError(
+            "the installed vLLM has no enable_return_routed_experts: routing_replay.mode=r3 "
+            f"and routing_replay.capture=true need vllm>={OLDEST_VLLM}"
+            " [RL4005]"
+        )
+    if rollout.head == "fp32" and not has_fp32_head:
+        raise ValueError(
+            "rollout.head=fp32: the installed vLLM ignores head_dtype when it generates. Install a "
+            "newer one, or set rollout.head=auto"
+            " [RL4005]"
+        )
+    if spec.device == "cpu" and rollout.engine_args.get("enable_chunked_prefill"):
+        raise ValueError(
+            "rollout.engine_args.enable_chunked_prefill=true: on CPU vLLM cannot cut the "
+            "prompts of seeded requests, and every request is seeded; leave it out"
+            " [RL1013]"
+        )
 
 
 def scheduler_args(spec: EngineSpec, version: str) -> dict[str, Any]:

@@ -49,14 +49,14 @@ def noise_scale(runners_up: Tensor) -> float:
     return float(upper_edges()[int(quiet.int().argmax())]) / _SCALES
 
 
-def last_narrow_bin(flips: LayerFlips, num_rows: int) -> int:
+def last_narrow_bin(flips: LayerFlips, noise: float, num_rows: int) -> int:
     """The last bin of `rltrain.routing.deficits` that rounding may reach in a layer.
 
     Args:
+        noise: `noise_scale` of these flips
         num_rows: how many rows were judged
     """
     spread = flips.spread / max(1, num_rows)
-    noise = WIDE * noise_scale(flips.runners_up)
-    limit = min(max(noise, LEAST_SPREAD * spread), MOST_SPREAD * spread)
+    limit = min(max(WIDE * noise, LEAST_SPREAD * spread), MOST_SPREAD * spread)
     bin_number = int(torch.searchsorted(upper_edges(), limit))
     return min(max(bin_number, 1), NUM_BINS - 2)

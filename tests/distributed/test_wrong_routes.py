@@ -20,7 +20,12 @@ from torch import Tensor
 from rltrain.batch import Batch, RouteRef
 from rltrain.config import Config
 from rltrain.config.routing import RoutingReplayConfig
-from rltrain.controller.checks.route_gate import flip_metrics, narrow_bins, wrong_routes
+from rltrain.controller.checks.route_gate import (
+    flip_metrics,
+    narrow_bins,
+    noise_scales,
+    wrong_routes,
+)
 from rltrain.controller.stages import check_overlap
 from rltrain.policy.types import Agreement
 from rltrain.routing.agreement import num_shared, spread_experts
@@ -411,10 +416,11 @@ def _judged(worker: Any, batch: Batch, plan: Any, routes: Tensor) -> dict[str, A
     batch = batch.with_fields(rollout_expert_indices=routes)
     worker.begin_step(batch)
     agreement = worker.score(plan, routing="rollout", measure=True).agreement
-    flips = worker.wide_flips(narrow_bins(agreement))
+    noise = noise_scales(agreement)
+    flips = worker.wide_flips(narrow_bins(agreement, noise))
     return {
         "wrong": wrong_routes(batch, agreement, flips, K),
-        "wide": flip_metrics(agreement, flips)["routing/wide_flip_fraction"],
+        "wide": flip_metrics(agreement, noise, flips)["routing/wide_flip_fraction"],
         "overlap": min(agreement.shared.values()) / (agreement.num_rows * K),
     }
 

@@ -60,27 +60,6 @@ def check(theirs: dict[str, Any], ours: dict[str, Any], alone: dict[str, Any]) -
 # In the process with vLLM
 
 
-def save_model(folder: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=48,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-
 def engine_on(folder: Path, blocks: int, piece: int, **scheduler: str) -> Any:
     from vllm import LLM
 
@@ -181,9 +160,10 @@ def generate(folder: Path, **scheduler: str) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     from rltrain.rollout.launch import ROUTE_SCHEDULER
+    from tests.integration.scheduler_model import save_scheduler_model
 
     os.environ |= ENVIRONMENT
-    save_model(folder / "model")
+    save_scheduler_model(folder / "model")
     found = {
         "theirs": generate(folder / "model"),
         "ours": generate(folder / "model", scheduler_cls=ROUTE_SCHEDULER),

@@ -62,29 +62,16 @@ def text_of(tokens: list[int]) -> str:
 # In the process with vLLM
 
 
-def save_model(folder: Path) -> None:
+def save_with_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.integration.scheduler_model import save_scheduler_model
 
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=48,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    save_scheduler_model(folder)
 
 
 def engine(folder: Path, *, routes: bool) -> Any:
@@ -133,7 +120,7 @@ def answers(llm: Any, stops: list[str]) -> list[dict[str, Any]]:
 
 def main(folder: Path) -> None:
     os.environ |= ENVIRONMENT
-    save_model(folder / "model")
+    save_with_tokenizer(folder / "model")
     found: dict[str, Any] = {}
     for kind in ("routes", "no_routes"):
         llm = engine(folder / "model", routes=kind == "routes")

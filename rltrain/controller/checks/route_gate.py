@@ -1,5 +1,7 @@
 """The gate on routes that are well-formed and wrong: judged by margin, on sampled steps. Pure."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rltrain.batch import Batch
@@ -11,22 +13,28 @@ from rltrain.routing.noise import last_narrow_bin, noise_scale
 NAMED = 3  # other cells that a message lists
 
 
-def narrow_bins(agreement: Agreement) -> dict[int, int]:
-    """By layer, how wide a flip rounding may make; see `rltrain.routing.noise`."""
-    flips = agreement.flips.items()
+def noise_scales(agreement: Agreement) -> dict[int, float]:
+    """By layer, the noise between engine and trainer; see `rltrain.routing.noise`."""
+    return {layer: noise_scale(flips.runners_up) for layer, flips in agreement.flips.items()}
+
+
+def narrow_bins(agreement: Agreement, noise: Mapping[int, float]) -> dict[int, int]:
+    """By layer, how wide a flip rounding may make; ``noise`` is that of `noise_scales`."""
     return {
-        layer: last_narrow_bin(layer_flips, agreement.num_judged) for layer, layer_flips in flips
+        layer: last_narrow_bin(flips, noise[layer], agreement.num_judged)
+        for layer, flips in agreement.flips.items()
     }
 
 
-def flip_metrics(agreement: Agreement, flips: WideFlips) -> dict[str, float]:
+def flip_metrics(
+    agreement: Agreement, noise: Mapping[int, float], flips: WideFlips
+) -> dict[str, float]:
     """Share of rows with a wide flip, by layer, and the noise that they are wide against."""
     rows, layers = agreement.num_judged, list(agreement.flips)
     if rows == 0 or not layers:
         return {}
     pairs = np.unique(np.stack([flips.rows, flips.layers]), axis=1)
     wide = {layer: int((pairs[1] == layer).sum()) / rows for layer in layers}
-    noise = {n: noise_scale(layer_flips.runners_up) for n, layer_flips in agreement.flips.items()}
     known = {layer: scale for layer, scale in noise.items() if np.isfinite(scale)}
     return {
         "routing/judged_fraction": rows / max(1, agreement.num_rows),

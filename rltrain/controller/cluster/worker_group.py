@@ -1,7 +1,6 @@
 """All ranks of a Megatron world as one: the controller's handle on the policy or the critic."""
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.cluster.rendezvous import rendezvous_file
 from rltrain.data.packing import StepPlan, mini_batch_sizes, plan_step
 from rltrain.policy.actor import ModelActor, Role
 from rltrain.policy.types import Plan, Updated
@@ -38,8 +38,7 @@ class WorkerGroup(Generic[Worker]):
     def __init__(self, config: Config, model_path: str, placed: Cluster) -> None:
         self._config = config
         self._timeout = config.cluster.call_timeout_s
-        # The rendezvous is a file of this run alone: no port to collide with or to listen on.
-        world = f"file://{tempfile.mkdtemp(prefix='rltrain-rendezvous-')}/world"
+        world = f"file://{rendezvous_file(self)}"
         self._workers = [
             ray.remote(ModelActor)
             .options(**placed.worker_options(self.role, rank))

@@ -9,7 +9,12 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller.checks.route_gate import flip_metrics, narrow_bins, wrong_routes
+from rltrain.controller.checks.route_gate import (
+    flip_metrics,
+    narrow_bins,
+    noise_scales,
+    wrong_routes,
+)
 from rltrain.controller.loop import Trainer
 from rltrain.policy.types import Agreement
 from rltrain.routing.flips import LayerFlips, WideFlips, join_flips, sum_flips
@@ -75,7 +80,7 @@ def test_a_healthy_step_has_no_message() -> None:
 
 
 def test_metrics_are_shares_of_judged_rows_by_layer() -> None:
-    found = flip_metrics(agreement(), wide(17, (3,)))
+    found = flip_metrics(agreement(), noise_scales(agreement()), wide(17, (3,)))
     rows = B * (T - 1)
     assert found["routing/wide_flip_fraction/layer_1"] == 0.0
     assert found["routing/wide_flip_fraction/layer_3"] == pytest.approx(38 / rows)
@@ -91,7 +96,7 @@ def test_sums_over_ranks_are_those_of_one() -> None:
     assert two.spread == 2 * one.flips[1].spread
     assert torch.equal(two.runners_up, 2 * one.flips[1].runners_up)
     assert torch.equal(two.uses, 2 * one.flips[1].uses)
-    assert narrow_bins(one).keys() == set(LAYERS)
+    assert narrow_bins(one, noise_scales(one)).keys() == set(LAYERS)
 
 
 # The trainer, without workers

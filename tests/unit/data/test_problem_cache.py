@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,36 @@ def test_a_cache_that_cannot_be_written_ends_no_run(cached, caplog):
     with caplog.at_level(logging.WARNING):
         found, _ = cached.load()
     assert len(found.train) == 15 and "problems are not cached" in caplog.text
+
+
+def test_what_no_run_uses_is_removed(cached, monkeypatch):
+    """By age and by size; what a run reads counts as used, and other folders stay."""
+    month = 30 * 24 * 3600
+    other = cached.cache / "tiny-warm-0"
+    other.mkdir(parents=True)
+    os.utime(other, (0, 0))
+
+    def folders() -> set[Path]:
+        return set(cached.cache.glob("data-*"))
+
+    def age(folder: Path, seconds: float) -> None:
+        os.utime(folder, (time.time() - seconds,) * 2)
+
+    cached.load()
+    (first,) = folders()
+    age(first, 0.9 * month)
+    cached.load(answer_column="prompt")
+    assert first in folders() and len(folders()) == 2
+    (second,) = folders() - {first}
+    age(first, 1.1 * month)
+    assert cached.load()[1], "it is still there, and is used now"
+    age(second, 1.1 * month)
+    cached.load(max_prompt_tokens=63)
+    assert first in folders() and second not in folders() and len(folders()) == 2
+
+    age(first, 60)
+    monkeypatch.setattr(problem_cache, "MAX_BYTES", 1)
+    cached.load(max_prompt_tokens=62)
+    assert len(folders()) == 1, "the last one stays, whatever its size"
+    assert not cached.load(max_prompt_tokens=63)[1]
+    assert other.exists()

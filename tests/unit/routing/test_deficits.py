@@ -133,7 +133,7 @@ def test_what_is_wide_lies_within_its_bounds(
     rows = 4000
     found = step_of(noise, wrong, *sizes, rows=rows)
     spread = found.spread / rows
-    edge = float(upper_edges()[last_narrow_bin(found, rows)])
+    edge = float(upper_edges()[last_narrow_bin(found, noise_scale(found.runners_up), rows)])
     assert LEAST_SPREAD * spread <= edge <= 1.2 * MOST_SPREAD * spread
 
 
@@ -141,4 +141,5 @@ def test_few_rows_do_not_measure_noise() -> None:
     few = step_of(0.01, 0.0, 8, 2, rows=5)
     assert noise_scale(few.runners_up) == float("inf")
     assert noise_scale(torch.zeros(256, dtype=torch.int64)) == float("inf")
-    assert last_narrow_bin(LayerFlips(torch.zeros(256, dtype=torch.int64), 0.0, few.uses), 0) == 1
+    empty = LayerFlips(torch.zeros(256, dtype=torch.int64), 0.0, few.uses)
+    assert last_narrow_bin(empty, float("inf"), 0) == 1
