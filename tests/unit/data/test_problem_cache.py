@@ -139,7 +139,7 @@ def test_what_no_run_uses_is_removed(cached, monkeypatch):
     cached.load()
     (first,) = folders()
     age(first, 0.9 * month)
-    cached.load(answer_column="prompt")
+    cached.load(max_prompt_tokens=61)
     assert first in folders() and len(folders()) == 2
     (second,) = folders() - {first}
     age(first, 1.1 * month)
