@@ -12,7 +12,7 @@ from rltrain.routing.deficits import Deficits, deficits
 from rltrain.routing.expert_groups import score_groups, within_groups
 from rltrain.routing.flips import LayerFlips, WideFlips, judged_rows, wide_flips
 from rltrain.routing.margin_gate import Finding, JudgedStep, systematic
-from rltrain.routing.noise import last_narrow_bin
+from rltrain.routing.noise import last_narrow_bin, noise_scale
 
 
 @dataclass
@@ -86,7 +86,10 @@ class Step:
             for layer, each in enumerate(found)
         }
         rows = int(judged.sum())
-        narrow = {layer: last_narrow_bin(each, rows) for layer, each in flips.items()}
+        narrow = {
+            layer: last_narrow_bin(each, noise_scale(each.runners_up), rows)
+            for layer, each in flips.items()
+        }
         given = torch.stack([each.bins for each in found], dim=1)
         ids = routes.to(torch.uint8)
         wide = wide_flips(given, ids, judged, tuple(range(self.layers)), narrow)
