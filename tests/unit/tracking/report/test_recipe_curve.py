@@ -74,7 +74,7 @@ def started(tmp_path, monkeypatch):
         (tmp_path / "run").mkdir()
 
     monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", preflight)
-    monkeypatch.setattr("rltrain.controller.rl.run", lambda config, data: None)
+    monkeypatch.setattr("rltrain.controller.rl.run", lambda *_: None)
 
     def start(*overrides):
         assert train([*overrides, f"trainer.output_dir={tmp_path}/run"]) == 0
