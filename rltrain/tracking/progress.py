@@ -29,6 +29,9 @@ LINE_EVERY_S = 10.0
 class RunProgress(Protocol):
     """What a person sees of a run while it lasts."""
 
+    def begin_after(self, step: int) -> None:
+        """The run was resumed from the checkpoint of this step."""
+
     def phase(self, name: str | None) -> None:
         """What is done from now on; None: nothing that has a name."""
 
@@ -43,6 +46,9 @@ class ProgressLines:
 
     def __init__(self, num_steps: int, eta: Eta | None = None) -> None:
         self._num_steps, self._eta = num_steps, eta or Eta(num_steps)
+
+    def begin_after(self, step: int) -> None:
+        pass
 
     def phase(self, name: str | None) -> None:
         self._eta.phase(name)

