@@ -1,5 +1,5 @@
 # Every target does the set-up it needs; a second run re-installs nothing.
-.PHONY: setup demo test mutants lint type fmt docs sizes bench lock
+.PHONY: setup demo test mutants lint type fmt docs sizes bench lock wheel
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -82,6 +82,10 @@ bench: setup
 	  --out $(BENCH)/step.json
 	$(BIN)/python -m benchmarks.routes --layers 4 --experts 32 --k 4 --tokens 64 \
 	  --out $(BENCH)/routes.json
+
+# dist/rltrain-VERSION-py3-none-any.whl; tests/recipes/test_wheel.py installs and runs it.
+wheel: setup
+	$(BIN)/python -m build --wheel --no-isolation
 
 # The lock is what .venv has of what pyproject.toml needs; docker/lock.py says how to change a pin.
 lock:
