@@ -81,4 +81,7 @@ def test_what_only_looks_like_a_mistake_works(
 
 def test_there_are_fifteen_and_as_many_others() -> None:
     assert len(PLANTED) == 15 and len(SIBLINGS) >= 15
+    page = (Path(__file__).parents[2] / "docs/failures.md").read_text()
+    for mistake in PLANTED:
+        assert f"| {mistake.name} | {mistake.code} |" in page
     assert set(IN_A_PROCESS_OF_THEIR_OWN) <= {mistake.name for mistake in PLANTED}
