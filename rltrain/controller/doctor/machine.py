@@ -10,9 +10,10 @@ LITTLE_MEMORY, TOO_LITTLE_MEMORY = 6 * GIB, 3 * GIB
 """The demo run takes about 4 GiB: three processes with torch, and vLLM's cache."""
 LITTLE_SHARED = 1 * GIB
 FEW_FILES = 4096
-LONGEST_PATH, RAY_PATH = 107, 68
-"""Characters that Linux allows in the path of a socket, and that Ray appends to its temporary
-folder: ``/ray/session_2026-11-30_02-10-14_123456_4194304/sockets/plasma_store``."""
+LONGEST_PATH, RAY_PATH, LONGEST_PID = 107, 68, 7
+"""Characters that Linux allows in the path of a socket, that Ray appends to its temporary folder
+(``/ray/session_2026-11-30_02-10-14_123456_4194304/sockets/plasma_store``), and of them the most
+that the number of a process takes."""
 
 
 def check_cores(cores: int, quota: float | None) -> Finding:
@@ -91,12 +92,16 @@ def check_folder(purpose: str, folder: FolderState, needed: int, setting: str) -
 
 def check_temporary_path(path: str) -> Finding:
     longest = LONGEST_PATH - RAY_PATH
+    remedy = "set RAY_TMPDIR=/tmp, or to another short path"
+    found = f"{path} has {len(path)} characters"
+    if len(path) > longest + LONGEST_PID - 1:
+        return fail("Ray's folder", f"{found}: Ray's socket paths are too long for Linux", remedy)
     if len(path) > longest:
-        return fail(
+        return warn(
             "Ray's folder",
-            f"{path} has {len(path)} characters; with more than {longest}, Ray's socket paths are "
-            "too long for Linux",
-            "set RAY_TMPDIR=/tmp, or to another short path",
+            f"{found}; with more than {longest}, Ray's socket paths are too long for Linux when "
+            "process numbers are large",
+            remedy,
         )
     return ok("Ray's folder", path)
 
