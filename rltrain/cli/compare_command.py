@@ -21,8 +21,8 @@ def compare(folders: Sequence[Path], output: Path = Path("compare.html")) -> int
         config_differences,
         last_numbers,
         notes_of,
-        write_comparison,
     )
+    from rltrain.tracking.report.compare_page import write_comparison
 
     path, runs = write_comparison(folders, output)
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)

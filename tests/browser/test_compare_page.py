@@ -1,6 +1,6 @@
 """compare.html in headless Chromium."""
 
-from rltrain.tracking.report.compare import write_comparison
+from rltrain.tracking.report.compare_page import write_comparison
 from tests.browser.conftest import ATTACK, write_run
 
 

@@ -1,4 +1,4 @@
-"""Several runs against the first of them: differences, verdicts and charts for compare.html."""
+"""Several runs against the first of them: differences of configuration, and verdicts."""
 
 import math
 import re
@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.config.differences import ABSENT, differences
-from rltrain.tracking.report.chart_specs import LEARNING, MISMATCH, STEP_TIME, TIME, ChartSpec
-from rltrain.tracking.report.charts import Chart, ChartPage, Line, Style, log_choice, summary
-from rltrain.tracking.report.heatmaps import LAYER
-from rltrain.tracking.report.page import MAX_LISTED_LAYERS, SECTIONS_OF_PAGE, header, write_page
+from rltrain.tracking.report.page import header
 from rltrain.tracking.report.paired_runs import (
     Interval,
     log_ratio,
@@ -20,7 +17,7 @@ from rltrain.tracking.report.paired_runs import (
 )
 from rltrain.tracking.report.recipe_curve import NO_EFFECT
 from rltrain.tracking.report.run_folder import RunFolder, at, read_run
-from rltrain.tracking.report.series import SMOOTHING_WINDOW, Series, read_series, smoothed
+from rltrain.tracking.report.series import Series, read_series
 from rltrain.tracking.report.verdicts import scientific
 
 LAST_SHARE = 1 / 3
@@ -217,128 +214,6 @@ def notes_of(runs: Sequence[ComparedRun], changes: Mapping[str, Sequence[Any]]) 
         notes.append(f"Every run is compared with {runs[0].label}, each at 95 % by itself.")
     notes += [f"{run.label}: {note}" for run in runs for note in run.run.notes]
     return notes
-
-
-def write_comparison(folders: Sequence[Path], output: Path) -> tuple[Path, list[ComparedRun]]:
-    """Write the page about these runs and return its path, and the runs.
-
-    Raises:
-        ValueError: from `read_runs`.
-    """
-    runs = read_runs(folders)
-    changes = config_differences(runs)
-    page = ChartPage()
-    for section, specs in zip(
-        SECTIONS_OF_PAGE, (LEARNING, MISMATCH, (STEP_TIME, *TIME)), strict=True
-    ):
-        for spec in specs:
-            _add_charts(page, section, spec, runs)
-    metrics = _last_values(page, runs)
-    values = {
-        "runs": [_facts(run) for run in runs],
-        "notes": notes_of(runs, changes),
-        "comparisons": compare_runs(runs),
-        "differences": {key: [_text(value) for value in row] for key, row in changes.items()},
-        "sections": {name: page.sections.get(name, []) for name in SECTIONS_OF_PAGE},
-        "metrics": metrics,
-        "data": {
-            **page.data(),
-            "metric_lines": {
-                name: [line.__dict__ for line in _lines(page, name, runs)] for name, _ in metrics
-            },
-        },
-    }
-    return write_page(output, "compare.html.j2", values), runs
-
-
-def _add_charts(
-    page: ChartPage, section: str, spec: ChartSpec, runs: Sequence[ComparedRun]
-) -> None:
-    """A chart of each metric of ``spec`` that two runs have, a line per run."""
-    names = {name for run in runs for name in run.series}
-    for line_spec in spec.lines:
-        for name, label in line_spec.matching(names):
-            keys = [_key(name, i) for i, run in enumerate(runs) if name in run.series]
-            values = [v for run in runs for v in (run.series.get(name) or Series()).finite]
-            if len(keys) < 2 or not values or (spec.nonzero and not any(values)):
-                continue
-            trend = line_spec.trend and _are_long(name, runs)
-            lines = []
-            for i, run in enumerate(runs):
-                if name in run.series:
-                    one = run.series[name]
-                    page.series[_key(name, i)] = smoothed(one) if trend else one
-                    style: Style = "points" if line_spec.sparse else "line"
-                    lines.append(Line(_key(name, i), run.label, i, style))
-            title = spec.title if len(spec.lines) == 1 else f"{spec.title}: {label}"
-            page.add(
-                section,
-                Chart(
-                    id=page.next_id(),
-                    kind="lines",
-                    title=title,
-                    summary=summary(title, lines, page.series),
-                    caption=f"Mean of {SMOOTHING_WINDOW} steps." if trend else "",
-                    lines=tuple(lines),
-                    unit=spec.unit,
-                    log=log_choice(values, spec.log),
-                    bounds=spec.bounds,
-                ),
-            )
-
-
-def _are_long(name: str, runs: Sequence[ComparedRun]) -> bool:
-    lengths = [len(run.series[name].steps) for run in runs if name in run.series]
-    return min(lengths) >= 2 * SMOOTHING_WINDOW
-
-
-def _key(name: str, run: int) -> str:
-    return f"{name} of {run}"
-
-
-def _lines(page: ChartPage, name: str, runs: Sequence[ComparedRun]) -> list[Line]:
-    return [
-        Line(f"{name} listed of {i}", run.label, i)
-        for i, run in enumerate(runs)
-        if name in run.series
-    ]
-
-
-def _last_values(
-    page: ChartPage, runs: Sequence[ComparedRun]
-) -> list[tuple[str, list[float | None]]]:
-    """Every metric with its last value in each run; its series go to the page."""
-    rows = []
-    for name in sorted({name for run in runs for name in run.series}):
-        layer = LAYER.fullmatch(name)
-        if layer and int(layer[2]) > MAX_LISTED_LAYERS:
-            continue
-        values: list[float | None] = []
-        for i, run in enumerate(runs):
-            one = run.series.get(name)
-            if one:
-                page.listed[f"{name} listed of {i}"] = one
-            known = one.finite if one else []
-            values.append(known[-1] if known else None)
-        rows.append((name, values))
-    return rows
-
-
-def _facts(run: ComparedRun) -> dict[str, str]:
-    facts = header(run.run)
-    return {
-        "label": run.label,
-        "title": facts["title"],
-        "steps": facts["steps"],
-        "seed": facts["seed"],
-        "machine": str(run.run.versions.get("machine", "?")),
-        "outcome": str(run.run.outcome.get("state", "not ended")),
-        "folder": facts["folder"],
-    }
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def last_numbers(run: ComparedRun) -> dict[str, str]:

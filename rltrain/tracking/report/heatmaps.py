@@ -53,6 +53,8 @@ def _heatmap(chart_id: str, name: str, layers: Mapping[int, Series], last: int) 
     metric = lookup_metric(name) or lookup_metric(f"{name}/layer_0")
     formula = f": {metric.formula}" if metric else ""
     caption = f"{name}{formula}. Measured in {len(measured)} steps. "
+    if min(known) == max(known):
+        caption += f"Every value is {known[0]:.4g}. "
     if width > 1:
         caption += f"A column is the mean of {width} steps. "
     if len(measured) < count:

@@ -1,30 +1,26 @@
-"""report.html: one self-contained page about one run, made from the files in its folder alone.
+"""report.html: one page about one run, made from the files in its folder alone."""
 
-The page loads nothing from the network. A content security policy allows the two scripts that the
-page was written with, by their hash, and nothing else: text of a model or a file cannot run.
-"""
-
-import base64
-import hashlib
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from rltrain.planning.roofline import describe_bottleneck
 from rltrain.tracking.catalogue import SECTIONS
 from rltrain.tracking.gpus import GpuSample, timeline
 from rltrain.tracking.metrics import lookup_metric
-from rltrain.tracking.report.chart_specs import LEARNING, MISMATCH, STEP_TIME, TIME, ChartSpec
-from rltrain.tracking.report.chart_specs import LineSpec as Spec
+from rltrain.tracking.report.chart_specs import (
+    LEARNING,
+    MISMATCH,
+    STEP_TIME,
+    TIME,
+    ChartSpec,
+    LineSpec,
+)
 from rltrain.tracking.report.charts import ChartPage, Line, draw
+from rltrain.tracking.report.frame import write_page
 from rltrain.tracking.report.heatmaps import LAYER, add_layer_heatmaps, phase_chart
 from rltrain.tracking.report.recipe_curve import RecipeOfRun, expected_curve, recipe_of
 from rltrain.tracking.report.rollout_samples import evaluation_samples, read_rollouts
@@ -32,8 +28,6 @@ from rltrain.tracking.report.run_folder import RunFolder, at, read_run
 from rltrain.tracking.report.series import Series, read_series
 from rltrain.tracking.report.verdicts import verdicts
 
-FOLDER = Path(__file__).parent
-SCRIPTS = ("decode.js", "charts.js", "zoom.js", "samples.js", "page.js")
 SECTIONS_OF_PAGE = ("learning", "mismatch", "time")
 MAX_LISTED_LAYERS = 8
 
@@ -46,83 +40,6 @@ def write_report(run_dir: Path) -> Path:
     """
     run = read_run(run_dir)
     return write_page(run_dir / "report.html", "report.html.j2", _report(run))
-
-
-def write_page(path: Path, template: str, values: Mapping[str, Any]) -> Path:
-    """Render a template with our scripts and style, and put it in place in one rename.
-
-    ``values["data"]`` is the JSON that the scripts read.
-    """
-    chart_library, script = library(), own_script()
-    page = (
-        _environment()
-        .get_template(template)
-        .render(
-            {**values, "data": json_script(values["data"])},
-            policy=content_policy((chart_library, script)),
-            style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
-            library=Markup(chart_library),
-            script=Markup(script),
-        )
-    )
-    beside = path.with_name(f"{path.name}.partial")
-    # A lone surrogate, which JSON can hold, is written as a question mark.
-    beside.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(beside, path)
-    return path
-
-
-@cache
-def library() -> str:
-    return (FOLDER / "vendor" / "echarts.min.js").read_text(encoding="utf-8")
-
-
-@cache
-def own_script() -> str:
-    parts = [(FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS]
-    return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
-
-
-def content_policy(scripts: Sequence[str]) -> str:
-    """The page may run these scripts, and load nothing."""
-    hashes = [
-        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
-    ]
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def json_script(data: Any) -> Markup:
-    """JSON for a script element: no text in it can end the element or start a comment."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["number"] = format_number
-    return environment
-
-
-def format_number(value: float | None) -> str:
-    """A value the way a person writes it: whole numbers whole, others with four digits."""
-    if value is None:
-        return "not finite"
-    if value == int(value) and abs(value) < 1e9:
-        return f"{int(value):,}"
-    return f"{value:.3e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.4g}"
 
 
 def _report(run: RunFolder) -> dict[str, Any]:
@@ -189,12 +106,12 @@ def _add_gpu_charts(page: ChartPage, samples: Sequence[GpuSample]) -> None:
         "GPU fullest": Series(used.seconds, used.highest),
         "GPU emptiest": Series(used.seconds, used.lowest),
     }
-    share = (Spec("GPU mean", "mean of the GPUs"), Spec("GPU lowest", "least busy GPU"))
-    memory = (Spec("GPU fullest", "fullest GPU"), Spec("GPU emptiest", "emptiest GPU"))
+    share = (LineSpec("GPU mean", "mean of the GPUs"), LineSpec("GPU lowest", "least busy GPU"))
+    memory = (LineSpec("GPU fullest", "fullest GPU"), LineSpec("GPU emptiest", "emptiest GPU"))
     shown = 2 if several else 1
     for spec in (
         ChartSpec("Share of a second in which a kernel ran", share[:shown], unit="share"),
-        ChartSpec("GPU memory in use", memory[:shown], unit="GiB"),
+        ChartLineSpec("GPU memory in use", memory[:shown], unit="GiB"),
     ):
         draw(page, "time", spec, sampled, group="seconds", x="second")
 

@@ -14,9 +14,9 @@ from rltrain.tracking.report.compare import (
     notes_of,
     read_runs,
     short_labels,
-    write_comparison,
 )
-from rltrain.tracking.report.page import library
+from rltrain.tracking.report.compare_page import write_comparison
+from rltrain.tracking.report.frame import library
 
 
 def _run(

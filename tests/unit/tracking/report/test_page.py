@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.report import write_report
-from rltrain.tracking.report.page import FOLDER, SCRIPTS, json_script, library
+from rltrain.tracking.report.frame import FOLDER, SCRIPTS, json_script, library
 from rltrain.tracking.tracker import Tracker
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
