@@ -111,7 +111,7 @@ def _add_gpu_charts(page: ChartPage, samples: Sequence[GpuSample]) -> None:
     shown = 2 if several else 1
     for spec in (
         ChartSpec("Share of a second in which a kernel ran", share[:shown], unit="share"),
-        ChartLineSpec("GPU memory in use", memory[:shown], unit="GiB"),
+        ChartSpec("GPU memory in use", memory[:shown], unit="GiB"),
     ):
         draw(page, "time", spec, sampled, group="seconds", x="second")
 
