@@ -72,7 +72,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         raise ValueError(f"{twice} was given twice: expected folders of different runs")
     for folder in folders:
         if not (folder / "metrics.jsonl").is_file():
-            raise ValueError(f"{folder} is no run folder: expected metrics.jsonl in it")
+            raise ValueError(f"{folder} is no run folder: expected metrics.jsonl in it [RL7001]")
     runs = [read_run(folder) for folder in folders]
     labels = short_labels(places)
     return [

@@ -21,8 +21,13 @@ def test_compare_prints_the_runs_their_differences_and_the_page(tmp_path, capsys
     assert page.exists()
 
 
-def test_compare_refuses_what_is_no_run(tmp_path, capsys):
+def test_compare_refuses_what_is_no_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["compare", str(tmp_path), str(tmp_path / "x")]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert f"{tmp_path}: expected the folder of a run" in capsys.readouterr().err
     assert main(["compare"]) == 2
-    assert main(["compare", str(tmp_path), "--output", str(tmp_path / "none" / "x.html")]) == 2
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    assert main(["compare", "a", "b", "--output", "none/x.html"]) == 2
+    assert "--output none/x.html: expected a file in a folder" in capsys.readouterr().err
