@@ -159,9 +159,9 @@ import subprocess, sys, time
 from rltrain.cli.interrupts import closing_on_signals, last_act
 child = [sys.executable, "-c", "import time; time.sleep(600)"]
 with closing_on_signals(), last_act(lambda: print("last act", flush=True)):
-    started = subprocess.Popen(child, start_new_session=True)
-    print(started.pid, flush=True)
+    started = subprocess.Popen(child, start_new_session=True, stdout=-3, stderr=-3)
     try:
+        print(started.pid, flush=True)
         time.sleep(600)
     finally:
         print("closing", flush=True)
