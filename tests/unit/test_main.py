@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
@@ -159,7 +160,7 @@ import subprocess, sys, time
 from rltrain.cli.interrupts import closing_on_signals, last_act
 child = [sys.executable, "-c", "import time; time.sleep(600)"]
 with closing_on_signals(), last_act(lambda: print("last act", flush=True)):
-    started = subprocess.Popen(child, start_new_session=True, stdout=-3, stderr=-3)
+    started = subprocess.Popen(child, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         print(started.pid, flush=True)
         time.sleep(600)
@@ -174,7 +175,7 @@ def test_a_second_signal_ends_it_at_once_and_leaves_no_process(
     number: signal.Signals, name: str
 ) -> None:
     command = [sys.executable, "-c", TWICE]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         assert process.stdout and process.stderr
         child = psutil.Process(int(process.stdout.readline()))
         process.send_signal(number)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_a_run_without_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_log_is_followed_until_the_run_ends(run: Path) -> None:
     command = [sys.executable, "-m", "rltrain.cli.app", "logs", "engine", "--follow"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=-1, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdout=PIPE, text=True, env=environment) as process:
         assert process.stdout
         head = [process.stdout.readline() for _ in range(7)]
         assert head[-1] == "engine-1: ready\n" and head[0].startswith("engine-0: === process 7")
