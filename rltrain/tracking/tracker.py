@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rltrain.actors.interrupts import signal_name
 from rltrain.config.redact import redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
 from rltrain.planning.roofline import describe_bottleneck
@@ -229,7 +230,7 @@ def last_step(run_dir: Path) -> int | None:
 def _named(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, KeyboardInterrupt):
-        return text or "Ctrl-C"
+        return text or signal_name()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -18,6 +18,7 @@ pytestmark = [
 
 
 def test_sigterm_of_a_run_with_engines(start: Any) -> None:
+    """It comes while the run waits for Ray, which then raises a KeyboardInterrupt of its own."""
     run = start("terminated", "trainer.steps=1000", "trainer.mini_batches=1")
     while 1 not in run.metrics and run.process.poll() is None:
         time.sleep(0.2)

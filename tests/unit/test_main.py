@@ -99,10 +99,12 @@ def test_the_trackers_own_report_is_left_as_it_is(failing: Any, tmp_path: Path) 
 SIGNALS = [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C (SIGINT)")]
 
 
+@pytest.mark.parametrize("by_ray", [False, True])
 @pytest.mark.parametrize(("number", "name"), SIGNALS)
 def test_a_signal_ends_a_run_with_its_status(
     number: signal.Signals,
     name: str,
+    by_ray: bool,
     failing: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -114,6 +116,10 @@ def test_a_signal_ends_a_run_with_its_status(
         (tmp_path / "run/metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
         try:
             signal.raise_signal(number)
+        except KeyboardInterrupt:
+            if not by_ray:
+                raise
+            raise KeyboardInterrupt from None  # as a call into Ray does
         finally:
             closed.append(True)
 
@@ -157,7 +163,7 @@ def test_the_folder_to_go_on_in_is_one_that_hydra_reads(name: str, tmp_path: Pat
 
 TWICE = """
 import subprocess, sys, time
-from rltrain.cli.interrupts import closing_on_signals, last_act
+from rltrain.actors.interrupts import closing_on_signals, last_act
 child = [sys.executable, "-c", "import time; time.sleep(600)"]
 with closing_on_signals(), last_act(lambda: print("last act", flush=True)):
     started = subprocess.Popen(child, start_new_session=True, stdout=subprocess.DEVNULL)

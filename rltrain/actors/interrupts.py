@@ -11,15 +11,19 @@ from typing import Any
 import psutil
 
 _last_acts: list[Callable[[], None]] = []
+_received: list[signal.Signals] = []
+"""Kept here, because Ray raises a KeyboardInterrupt of its own in place of the handler's."""
 
 
-class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, so that everything is closed as after Ctrl-C."""
+def exit_status() -> int:
+    """130 or 143, as shells have it: of the first signal."""
+    return 128 + (_received[0] if _received else signal.SIGINT)
 
 
-def exit_status(error: KeyboardInterrupt) -> int:
-    """130 or 143, as shells have it."""
-    return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+def signal_name() -> str:
+    """What interrupted this command, in words."""
+    is_sigterm = bool(_received) and _received[0] == signal.SIGTERM
+    return "SIGTERM" if is_sigterm else "Ctrl-C (SIGINT)"
 
 
 @contextmanager
@@ -29,17 +33,15 @@ def closing_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[int] = []
+    _received.clear()
 
     def handle(number: int, _: Any) -> None:
-        received.append(number)
-        if len(received) > 1:
+        _received.append(signal.Signals(number))
+        if len(_received) > 1:
             end_at_once(128 + number)
         if psutil.Process().children():
             _say("interrupted: closing what was started; Ctrl-C again ends it at once")
-        if number == signal.SIGTERM:
-            raise Terminated("SIGTERM")
-        raise KeyboardInterrupt("Ctrl-C (SIGINT)")
+        raise KeyboardInterrupt(signal_name())
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
