@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps --no-compile
 # PyPI's own torch is a CUDA build of several GB. The CPU build is on some machines' disks, where
-# pip finds it, and else comes from here.
+# pip finds it, and else comes from here. It is installed without a hash: PyPI has none of it.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 # Named after what was installed: a changed pin installs again, and nothing else does.
@@ -32,7 +32,8 @@ $(STAMP):
 	@echo 'Installing the CPU stack into $(VENV) (2.4 GB, some minutes) ...'
 	@torch=$$(grep '^torch==' requirements-cpu.lock); \
 	  $(PIP) "$$torch" 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) "$$torch"
-	@$(PIP) -r requirements-cpu.lock
+	@grep -v '^torch==' requirements-cpu.lock > $(VENV)/rest.lock
+	@$(PIP) --require-hashes -r $(VENV)/rest.lock
 	@$(PIP) --no-build-isolation --editable .
 	@cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
 	  $(CURDIR)/$(BIN)/python -W ignore -m compileall -q -j 0 -x '$(NOT_COMPILED)' $(COMPILED)

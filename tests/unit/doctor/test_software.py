@@ -56,7 +56,7 @@ def test_the_table_is_that_of_pyproject_and_of_the_locks():
     texts = [*project["dependencies"], *extras["gpu"]]
     accepted = {r.name: str(r.specifier) for r in map(Requirement, texts)}
     locks = {
-        stack: dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", file.read_text(), re.MULTILINE))
+        stack: dict(re.findall(r"^([a-z0-9-]+)==(\S+)(?: \\)?$", file.read_text(), re.MULTILINE))
         for stack in ("cpu", "gpu")
         if (file := ROOT / f"requirements-{stack}.lock")
     }
