@@ -11,6 +11,7 @@ from rltrain.controller.doctor.findings import (
     Finding,
     exit_status,
     fail,
+    remedy_of,
     run_check,
     show_finding,
     show_json,
@@ -66,7 +67,7 @@ def _examine(
         try:
             config = _configuration(overrides, config_dir)
         except ValueError as error:
-            report([fail("configuration", str(error), "correct the command line")])
+            report([fail("configuration", str(error), remedy_of(str(error), "see rltrain keys"))])
     examination = Examination(config, os.environ)
     try:
         for name, check in examination.checks():

@@ -16,7 +16,15 @@ import psutil
 from rltrain.actors.host_memory import memory_limit
 from rltrain.config import Config
 from rltrain.controller.doctor import gpu_checks, machine, measured, run_checks, software
-from rltrain.controller.doctor.findings import Check, Finding, fail, not_applicable, ok, warn
+from rltrain.controller.doctor.findings import (
+    Check,
+    Finding,
+    fail,
+    not_applicable,
+    ok,
+    remedy_of,
+    warn,
+)
 from rltrain.planning.machine import count_cores, count_gpus
 from rltrain.planning.memory_terms import GIB
 from rltrain.tracking.gpu_health import read_gpu_host
@@ -155,8 +163,8 @@ def check_ray(status: int, said: str, error: str, seconds: float) -> Finding:
     """
     if status:
         lines = error.strip().splitlines() or [f"its process ended with status {status}"]
-        found = lines[-2] if len(lines) > 1 else lines[-1]
-        return fail("Ray", found, lines[-1])
+        # An error of Ray, and what to do below it; or one line with both.
+        return fail("Ray", " ".join(lines[-2:]), remedy_of(lines[-1], "see Ray's logs in /tmp/ray"))
     if seconds > SLOW_RAY_S:
         return warn(
             "Ray",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from rltrain.config.error_codes import codes_in
 from rltrain.config.redact import redacted_text
 
 
@@ -43,6 +44,12 @@ def fail(check: str, found: str, remedy: str) -> Finding:
 
 def not_applicable(check: str, why: str) -> Finding:
     return Finding(check, State.NOT_APPLICABLE, why)
+
+
+def remedy_of(error: str, otherwise: str) -> str:
+    """Where to read what to do about an error message: its entry, if it has a code."""
+    codes = codes_in(error)
+    return f"rltrain explain {' '.join(codes)}" if codes else otherwise
 
 
 Check = Callable[[], Iterable[Finding]]

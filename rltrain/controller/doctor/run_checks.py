@@ -13,7 +13,7 @@ from rltrain.controller.checks.model_checks import (
     check_weights,
     read_model,
 )
-from rltrain.controller.doctor.findings import Finding, fail, not_applicable, ok
+from rltrain.controller.doctor.findings import Finding, fail, not_applicable, ok, remedy_of
 from rltrain.controller.run_checkpoint import check_resumed
 from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
 from rltrain.planning.machine import check_ranks, count_cores, count_gpus, device
@@ -33,7 +33,7 @@ def check_run(config: Config) -> Iterator[Finding]:
             check_replay(config, model)
             preflight.check_engines(config, model)
     except ValueError as error:
-        yield fail("model", str(error), REMEDY)
+        yield fail("model", str(error), remedy_of(str(error), REMEDY))
         for name in NAMES[1:]:
             yield not_applicable(name, "the model cannot be used")
         return
@@ -76,7 +76,7 @@ def _check_data(config: Config, model: Architecture) -> Iterator[Finding]:
             data.fault = error
     problems = data.problems
     if data.fault is not None:
-        yield fail("data and reward", str(data.fault), f"{REMEDY}; see rltrain data")
+        yield fail("data and reward", str(data.fault), remedy_of(str(data.fault), REMEDY))
     else:
         yield ok(
             "data and reward",
@@ -106,7 +106,7 @@ def _passes(name: str, found: str, *checks: Callable[[], object]) -> Finding:
         for check in checks:
             check()
     except ValueError as error:
-        return fail(name, str(error), REMEDY)
+        return fail(name, str(error), remedy_of(str(error), REMEDY))
     return ok(name, found)
 
 

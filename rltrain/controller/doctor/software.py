@@ -225,7 +225,7 @@ ENVIRONMENT_RULES: dict[str, tuple[str, str, str]] = {
 def check_environment(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Environment variables that are known to break runs or to slow them down."""
     problems = [
-        warn(name, f"{name}={environment[name]}: {effect}", remedy)
+        warn("environment", f"{name}={environment[name]}: {effect}", remedy)
         for name, (pattern, effect, remedy) in ENVIRONMENT_RULES.items()
         if name in environment and re.search(pattern, environment[name])
     ]
