@@ -23,6 +23,8 @@ ANSWERS = (
     "label",
 )
 """The first one that a row has is taken."""
+SAVED = {"state.json", "dataset_dict.json"}
+"""One of them is in a folder that ``Dataset.save_to_disk`` wrote."""
 GSM8K = "#### (.+)"
 NUM_COUNTED = 1000
 MOST_EVALUATED = 128
@@ -37,6 +39,8 @@ class DataShape:
     num_rows: int
     """Of at most ``NUM_COUNTED``."""
     eval_size: int
+    name: str | None = None
+    """The configuration of a dataset folder that has several."""
     eval_path: str | None = None
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
@@ -58,8 +62,9 @@ def look_at_data(path: str) -> DataShape:
     """
     where = Path(path).expanduser().absolute()
     source = source_of(where)
-    config = DataConfig(source=source, path=str(where))  # type: ignore[arg-type]
     find_files(source, path, "--data")
+    name = configuration_of(where) if source == "huggingface" else None
+    config = DataConfig(source=source, path=str(where), name=name)  # type: ignore[arg-type]
     rows = list(islice(read_rows(config, str(where), key="--data"), NUM_COUNTED))
     row = next((item.row for item in rows if isinstance(item.row, dict)), None)
     if row is None:
@@ -74,6 +79,7 @@ def look_at_data(path: str) -> DataShape:
         str(where),
         num_rows=len(rows),
         eval_size=min(MOST_EVALUATED, len(rows) // 5),
+        name=name,
         prompt_column=prompt or "prompt",
         answer_column=answer,
         answer_pattern=GSM8K if isinstance(text, str) and "\n#### " in text else None,
@@ -87,11 +93,21 @@ def first_column(row: Row, names: tuple[str, ...] | list[str]) -> str | None:
     return next((name for name in names if find_column(row, name) is not MISSING), None)
 
 
+def configuration_of(folder: Path) -> str | None:
+    """The first configuration of a dataset folder laid out as on the hub, if it has several."""
+    if SAVED & {child.name for child in folder.iterdir()}:
+        return None  # has no configurations
+    from datasets import get_dataset_config_names  # takes seconds
+
+    names: list[str] = get_dataset_config_names(str(folder))
+    return names[0] if len(names) > 1 and "default" not in names else None
+
+
 def source_of(where: Path) -> str:
     """``data.source`` by the ending of the name; a folder may hold JSON, Parquet or a dataset."""
     if where.is_dir():
         held = {source for child in where.iterdir() if (source := _by_suffix(child))}
-        saved = {"state.json", "dataset_dict.json"} & {child.name for child in where.iterdir()}
+        saved = SAVED & {child.name for child in where.iterdir()}
         return held.pop() if len(held) == 1 and not saved else "huggingface"
     return _by_suffix(where) or "jsonl"  # find_files says what to do with any other file
 

@@ -7,10 +7,15 @@ right responses would get 0, or wrong responses 1.
 math-verify loads SymPy, which takes seconds. The functions that need it import it.
 """
 
+import logging
 import re
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
+
+# They warn that math-verify's own time limit is off. The reward pool has one.
+for _part in ("grader", "parser"):
+    logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)
 
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 

@@ -15,6 +15,7 @@ from rltrain.cli.init_recipe import Choices
 from rltrain.config.hydra_groups import find_groups
 from rltrain.config.reference import keys, sections
 from rltrain.main import compose
+from rltrain.tracking.report.chart_specs import LEARNING, MISMATCH, TIME
 from tests.tutorial.pages import PAGES, blocks, check_output, run_page
 
 
@@ -114,3 +115,12 @@ def test_an_output_that_differs_is_found() -> None:
     for expected in ("rows 5\ngone", "done in 3 s\nrows 5, kept 5"):
         with pytest.raises(AssertionError, match="expected a line like"):
             check_output(expected, "rows 7, kept 7\ndone in 1 s\n")
+
+
+def test_page_3_explains_every_chart() -> None:
+    page = next(page for page in PAGES if page.name.startswith("03")).read_text()
+    explained = {
+        cell.replace("\\|", "|") for cell in re.findall(r"^\| ((?:\\\||[^|])+) \|", page, re.M)
+    }
+    charts = {spec.title for group in (LEARNING, MISMATCH, TIME) for spec in group}
+    assert charts - explained == set()

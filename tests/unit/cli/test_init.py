@@ -283,6 +283,23 @@ def test_the_kind_of_file_is_seen() -> None:
         assert data.answer_column == "reward_model.ground_truth"
 
 
+def test_a_dataset_folder_with_several_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GSM8K is published."""
+    names = ("main", "socratic")
+    parts = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train-*\n"
+        for name in names
+    )
+    for name in names:
+        Path("gsm8k", name).mkdir(parents=True)
+        rows = [{"question": f"{i}+1?", "answer": f"So\n#### {i + 1}"} for i in range(20)]
+        pq.write_table(pa.Table.from_pylist(rows), f"gsm8k/{name}/train-0.parquet")
+    Path("gsm8k/README.md").write_text(f"---\nconfigs:\n{parts}---\n")
+    data = made(monkeypatch, data="gsm8k").data
+    assert (data.source, data.name, data.split) == ("huggingface", "main", "train")
+    assert (data.prompt_column, data.answer_pattern) == ("question", "#### (.+)")
+
+
 def test_a_reward_of_ones_own_is_named_and_none_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,5 +1,8 @@
 """A right response gets 1 and a wrong one 0, however the answer is written; else it is refused."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rltrain.environments.rewards import math_verify
@@ -80,3 +83,9 @@ def test_an_answer_that_would_be_read_in_part_is_refused(answer, said):
     with pytest.raises(ValueError, match=said) as caught:
         math_verify("1", answer)
     assert repr(answer) in str(caught.value)
+
+
+def test_nothing_is_said_of_a_time_limit_that_is_ours():
+    code = "from rltrain.environments.math_answers import is_equal; is_equal('1', '1')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
