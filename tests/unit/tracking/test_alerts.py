@@ -80,6 +80,9 @@ def test_a_reward_has_no_zero_of_its_own() -> None:
     (alert,) = alerts(REWARD, noisy([-10.0] * 20, 0.01) + up + [-2.0] * 20 + down)
     assert alert.kind == "reward_collapse"
     assert len(alerts(REWARD, noisy([-5.0] * 40, 0.01) + [-7.0] * 10)) == 1
+    rise = noisy([5.0] * 20, 0.002) + ramp(5, 6, 40) + noisy([6.0] * 20, 0.002)
+    assert len(alerts(REWARD, rise + [5.2] * 20)) == 1  # four fifths of the gain are lost
+    assert alerts(REWARD, noisy([-10.0] * 20, 0.01) + up + [-2.0] * 20 + [-4.0] * 20) == []
 
 
 @pytest.mark.parametrize("seed", range(10))
