@@ -77,6 +77,32 @@ def test_bad_input_ends_the_program_at_once(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ("tracking.backends=[mlflow]", "pip install 'rltrain[mlflow]'"),
+        ("tracking.backends=[tensorboard]", "pip install 'rltrain[tensorboard]'"),
+        ("tracking.wandb=online", "expected a login to wandb"),
+    ],
+)
+def test_a_tracker_that_cannot_run_ends_the_program_at_once(
+    change: str,
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_IDENTITY_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    if "wandb" not in change:  # as if it were not installed
+        monkeypatch.setattr("rltrain.tracking.backends.find_spec", lambda name: None)
+    run = f"trainer.output_dir={tmp_path}/run"
+    assert main(["+recipe=grpo_moe_r3", "cluster.device=cpu", run, change]) == 2
+    assert answer in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 def test_a_dense_model_has_nothing_to_replay(mode: str, tmp_path: Path) -> None:
     save_dense_model(tmp_path)
