@@ -38,8 +38,12 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> None:
     Raises:
         AssertionError: a command failed, or printed something else than the page shows.
     """
-    chosen = [block for block in blocks(page) if slow or not block.is_slow]
-    commands = [(n, block) for n, block in enumerate(chosen) if block.kind == "bash"]
+    in_order = blocks(page)
+    commands = [
+        (n, block)
+        for n, block in enumerate(in_order)
+        if block.kind == "bash" and (slow or not block.is_slow)
+    ]
     script = "set -euo pipefail\n" + "".join(
         f"echo; echo '{MARK}{n}'\n{block.text}" for n, block in commands
     )
@@ -55,7 +59,7 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> None:
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-6000:]}"
     printed = dict(re.findall(rf"^{MARK}(\d+)\n(.*?)(?=^{MARK}|\Z)", done.stdout, re.M | re.S))
     for n, _ in commands:
-        after = chosen[n + 1 :]
+        after = in_order[n + 1 :]
         if after and after[0].kind == "text":
             check_output(after[0].text, printed[str(n)].replace(str(folder), HOME))
 
