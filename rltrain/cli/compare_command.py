@@ -13,7 +13,7 @@ def compare(folders: Sequence[Path], output: Path = Path("compare.html")) -> int
             for the page.
     """
     if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: expected a file in a folder that exists")
+        raise ValueError(f"--output {output}: expected a file in a folder that exists [RL6001]")
     from rich.console import Console
 
     from rltrain.tracking.report.compare import (

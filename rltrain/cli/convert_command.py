@@ -36,6 +36,7 @@ def import_weights(source: Path, out: Path, *, max_file: str) -> int:
         raise ValueError(
             f"{source}: expected a Hugging Face folder, found "
             f"{'a file' if source.exists() else 'no such folder'}"
+            " [RL3001]"
         )
     from rltrain.weights.families import read_architecture
     from rltrain.weights.huggingface.import_checkpoint import import_huggingface
@@ -94,6 +95,7 @@ def _find_checkpoint(source: Path, step: int | None) -> tuple[Path, Path, "MTP"]
         raise ValueError(
             f"{source}: expected a run's folder, a checkpoint in it or an imported one, found "
             f"{'a file' if source.exists() else 'no such folder'}"
+            " [RL6008]"
         )
     from rltrain.config.saved_config import NAME, load_config
     from rltrain.controller.run_checkpoint import (

@@ -21,12 +21,14 @@ def find_run(named: Path | None) -> Path:
         return folder
     expected = f"{folder}: expected the folder of a run, with {' or '.join(MARKS)} in it"
     if not folder.is_dir():
-        raise ValueError(f"{expected}; found {'a file' if folder.exists() else 'no such folder'}")
+        raise ValueError(
+            f"{expected}; found {'a file' if folder.exists() else 'no such folder'} [RL7001]"
+        )
     if inside := _runs_below(folder)[:NUM_LISTED]:
-        raise ValueError(f"{expected}; found runs below it: {', '.join(map(str, inside))}")
+        raise ValueError(f"{expected}; found runs below it: {', '.join(map(str, inside))} [RL7001]")
     if around := next(filter(_is_run, folder.absolute().parents), None):
-        raise ValueError(f"{expected}; found neither. The run's folder is {around}")
-    raise ValueError(f"{expected}; found neither")
+        raise ValueError(f"{expected}; found neither. The run's folder is {around} [RL7001]")
+    raise ValueError(f"{expected}; found neither [RL7001]")
 
 
 def newest_runs(count: int) -> list[Path]:
@@ -40,6 +42,7 @@ def newest_runs(count: int) -> list[Path]:
         raise ValueError(
             f"expected {'a run' if count == 1 else f'{count} runs'} below {OUTPUTS.absolute()}, "
             f"found {len(runs) or 'none'}; name the run's folder (its trainer.output_dir)"
+            " [RL7001]"
         )
     return runs[::-1]
 

@@ -68,7 +68,7 @@ def look_at_data(path: str) -> DataShape:
     rows = list(islice(read_rows(config, str(where), key="--data"), NUM_COUNTED))
     row = next((item.row for item in rows if isinstance(item.row, dict)), None)
     if row is None:
-        raise ValueError(f"--data {path}: expected rows that are objects, found none")
+        raise ValueError(f"--data {path}: expected rows that are objects, found none [RL2003]")
     prompt = first_column(row, PROMPTS)
     value = None if prompt is None else find_column(row, prompt)
     answer = first_column(row, [name for name in ANSWERS if name != prompt])

@@ -45,12 +45,13 @@ def recipe_values(name: str, choices: Choices, base: Config | None) -> dict[str,
     """
     if choices.gpus is not None and not 1 <= choices.gpus <= NODE:
         raise ValueError(
-            f"--gpus {choices.gpus}: expected 1 to {NODE}: a run uses the GPUs of one host"
+            f"--gpus {choices.gpus}: expected 1 to {NODE}: a run uses the GPUs of one host [RL1002]"
         )
     if base is not None and choices.gpus is not None:
         raise ValueError(
             f"--recipe {choices.recipe} has a layout of its own, and --gpus {choices.gpus} makes "
             "another: drop one"
+            " [RL1003]"
         )
     model = read_architecture(Path(choices.model).expanduser()) if choices.model else None
     data = look_at_data(choices.data) if choices.data else SAMPLE
@@ -109,7 +110,9 @@ def reward_of(choices: Choices) -> str:
         return choices.reward
     file, _, function = choices.reward.rpartition(":")
     if not Path(file).expanduser().is_file():
-        raise ValueError(f"--reward {choices.reward}: there is no file {file} in {Path.cwd()}")
+        raise ValueError(
+            f"--reward {choices.reward}: there is no file {file} in {Path.cwd()} [RL2009]"
+        )
     return f"{absolute(file)}:{function}"
 
 

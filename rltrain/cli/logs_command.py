@@ -72,6 +72,7 @@ def log_files(run: Path) -> dict[str, Path]:
         raise ValueError(
             f"{run}: expected logs in {run / 'logs'}, found none: the run ended before it started "
             "a worker, or its workers are on nodes that do not have this folder (see ray-logs)"
+            " [RL7001]"
         )
     return files
 

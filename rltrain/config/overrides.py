@@ -51,7 +51,9 @@ def check_one(override: Override, groups: Groups) -> None:
 def check_choice(override: Override, options: Iterable[str]) -> None:
     name, value = override.name, show(override.value)
     if name == "recipe" and value.endswith((".yaml", ".yml")):
-        raise ConfigError(f"+recipe={value}: a recipe file is given without +recipe=: {value}")
+        raise ConfigError(
+            f"+recipe={value}: a recipe file is given without +recipe=: {value} [RL1008]"
+        )
     if value not in options:
         raise ConfigError(
             f"{name}={value}: there is no such {name}. {nearest(value, options)} [RL1007]"

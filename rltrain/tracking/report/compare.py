@@ -65,11 +65,11 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         ValueError: a folder twice, fewer than two, or one that holds no run.
     """
     if len(folders) < 2:
-        raise ValueError(f"expected at least two folders of runs, found {len(folders)}")
+        raise ValueError(f"expected at least two folders of runs, found {len(folders)} [RL7001]")
     places = [folder.resolve() for folder in folders]
     if len(set(places)) < len(places):
         twice = next(folder for folder in places if places.count(folder) > 1)
-        raise ValueError(f"{twice} was given twice: expected folders of different runs")
+        raise ValueError(f"{twice} was given twice: expected folders of different runs [RL7001]")
     for folder in folders:
         if not (folder / "metrics.jsonl").is_file():
             raise ValueError(f"{folder} is no run folder: expected metrics.jsonl in it [RL7001]")
@@ -87,7 +87,7 @@ def short_labels(folders: Sequence[Path]) -> list[str]:
         labels = ["/".join(folder.parts[-length:]) for folder in folders]
         if len(set(labels)) == len(labels):
             return labels
-    raise AssertionError("the paths are different")
+    raise AssertionError("the paths are different [RL7001]")
 
 
 def common_metrics(runs: Sequence[ComparedRun]) -> list[str]:

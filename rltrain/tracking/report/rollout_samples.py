@@ -66,7 +66,9 @@ def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
                 match = STEP.match(line)
                 step = int(match[1]) if match else _parse(path, number, line).get("step")
                 if not isinstance(step, int):
-                    raise ValueError(f"{path}:{number}: expected an int 'step', found {step!r}")
+                    raise ValueError(
+                        f"{path}:{number}: expected an int 'step', found {step!r} [RL7002]"
+                    )
                 lines.setdefault(step, []).append((offset, len(line)))
             offset += len(line)
     return lines
@@ -83,9 +85,11 @@ def _parse(path: Path, place: int | str, line: bytes) -> dict[str, Any]:
     try:
         rollout = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}:{place}: expected a JSON object, found {line[:80]!r}") from error
+        raise ValueError(
+            f"{path}:{place}: expected a JSON object, found {line[:80]!r} [RL7002]"
+        ) from error
     if not isinstance(rollout, dict):
-        raise ValueError(f"{path}:{place}: expected a JSON object, found {line[:80]!r}")
+        raise ValueError(f"{path}:{place}: expected a JSON object, found {line[:80]!r} [RL7002]")
     return rollout
 
 
