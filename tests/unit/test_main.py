@@ -166,7 +166,8 @@ import subprocess, sys, time
 from rltrain.actors.interrupts import closing_on_signals, last_act
 child = [sys.executable, "-c", "import time; time.sleep(600)"]
 with closing_on_signals(), last_act(lambda: print("last act", flush=True)):
-    started = subprocess.Popen(child, start_new_session=True, stdout=subprocess.DEVNULL)
+    nowhere = subprocess.DEVNULL
+    started = subprocess.Popen(child, start_new_session=True, stdout=nowhere, stderr=nowhere)
     try:
         print(started.pid, flush=True)
         time.sleep(600)
