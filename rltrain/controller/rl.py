@@ -38,11 +38,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
     with ExitStack() as stack:
         model_path = Path(config.model.path) if config.model.path else None
         tokenizer, problems = data.tokenizer, data.problems
-        if config.rollout.quantization == "fp8":
-            arch = read_architecture(
-                model_path or build_random_model(config.model), config.model.mtp
-            )
-            check_fp8_blocks(arch, config.rollout.tensor_parallel)
+        _check_engine_precision(config)
         progress.phase("start_ray")
         placed = stack.enter_context(cluster(config))
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
@@ -93,3 +89,10 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
             kl_coef=start.state.get("kl_coef", config.algorithm.kl.coef),
             synced_after=start.after,
         ).train()
+
+
+def _check_engine_precision(config: Config) -> None:
+    if config.rollout.quantization == "fp8":
+        folder = config.model.path or build_random_model(config.model)
+        arch = read_architecture(Path(folder), config.model.mtp)
+        check_fp8_blocks(arch, config.rollout.tensor_parallel)
