@@ -152,7 +152,7 @@ def test_another_actors_death_ends_a_wait_and_a_silent_one_is_named(
     with pytest.raises(ActorFailed, match="1 did not answer") as failed:
         get_all([waiting.do.remote("wait")], AwaitedCall("policy", "do"), timeout_s=1)
     assert failed.value.kind == "silent"
-    assert str(failed.value).endswith("policy-0.log: about to wait")
+    assert "policy-0.log: about to wait" in str(failed.value)
     dying.do.remote("SIGKILL", after_s=2)
     with pytest.raises(ActorFailed, match=r"policy\.do: rollout engine 0 .* was killed") as failed:
         get_all([waiting.do.remote("wait")], AwaitedCall("policy", "do"), timeout_s=30)

@@ -133,6 +133,11 @@ def _how_to_fetch(name: str) -> str:
 def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
     """``config.json`` of a Hugging Face folder, and where it is; ``ValueError`` without one."""
     folder = Path(path).expanduser()
+    if folder.is_file():
+        raise ValueError(
+            f"model folder {folder} is a file: expected the Hugging Face folder that holds it, "
+            f"{folder.parent} [RL3001]"
+        )
     if not folder.is_dir():
         raise ValueError(
             f"model folder {folder} does not exist: "
