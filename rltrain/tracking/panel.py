@@ -141,11 +141,7 @@ class LivePanel:
         """Log lines that would go to the terminal go above the panel."""
         root = logging.getLogger()
         before = list(root.handlers)
-        replaced = [
-            handler
-            for handler in before
-            if isinstance(handler, logging.StreamHandler) and handler.stream.isatty()
-        ]
+        replaced = [handler for handler in before if _writes_to_terminal(handler)]
         formatter = replaced[0].formatter if replaced else None
         above = _AbovePanel(self, self._warnings)
         above.setFormatter(formatter)
@@ -155,6 +151,12 @@ class LivePanel:
             yield
         finally:
             root.handlers = before + [new for new in root.handlers if new not in during]
+
+
+def _writes_to_terminal(handler: logging.Handler) -> bool:
+    """A file handler that has not opened its file yet has no stream."""
+    stream = handler.stream if isinstance(handler, logging.StreamHandler) else None
+    return stream is not None and stream.isatty()
 
 
 class _AbovePanel(logging.Handler):

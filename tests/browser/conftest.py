@@ -25,7 +25,9 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-@pytest.fixture(scope="session")
+# Not for the session: Playwright runs an event loop in this thread until it is stopped, and
+# asyncio.run in a test of another folder would fail.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     path = chromium()

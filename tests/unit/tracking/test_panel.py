@@ -162,3 +162,13 @@ def test_every_phase_has_a_name_in_words() -> None:
     source = "".join(p.read_text() for p in (ROOT / "rltrain/controller").rglob("*.py"))
     phases = set(re.findall(r'\.phase\(\s*"(\w+)"', source))
     assert phases and phases <= set(PHASES)
+
+
+def test_a_log_file_that_is_not_open_yet_is_left_alone(console: Console, tmp_path: Path) -> None:
+    waiting = logging.FileHandler(tmp_path / "log", delay=True)
+    logging.getLogger().addHandler(waiting)
+    try:
+        with closing(LivePanel(console, "run", 60, Eta(60))):
+            assert waiting in logging.getLogger().handlers
+    finally:
+        logging.getLogger().removeHandler(waiting)
