@@ -21,7 +21,7 @@ from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.rollout_rows import keeps_rollouts, rollout_rows
 from rltrain.controller.run_loop import Loop, Step
 from rltrain.controller.sampling import Sampled, Sampler
-from rltrain.controller.weight_sync import WeightSync, check_weight_sync
+from rltrain.controller.weight_sync import WeightSync, check_weight_sync, is_sync_due
 from rltrain.policy.types import Agreement, Scored, Updated
 from rltrain.rollout.launch import EngineSpec
 from rltrain.tracking.timers import StepTimer
@@ -284,10 +284,8 @@ class Trainer(Loop):
         return check_first_step(first, self.config)
 
     def syncs(self, step: int) -> bool:
-        """On every ``sync_every``-th step, and before the last evaluation: an evaluation measures
-        the weights of its own step, and the configuration lets no other fall between two syncs."""
-        is_last = step == self.config.trainer.steps and self.evaluator.is_due(step)
-        return is_last or step % self.config.trainer.sync_every == 0
+        evaluates = self.evaluator.is_due(step)
+        return is_sync_due(self.config.trainer, step, evaluates=evaluates)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"kl_coef": self.kl_coef}

@@ -8,6 +8,7 @@ from rich.console import Console
 from rltrain.config import Config
 from rltrain.controller.evaluation import is_due
 from rltrain.controller.run_loop import is_checkpoint_due
+from rltrain.controller.weight_sync import is_sync_due
 from rltrain.tracking.eta import Due, Eta
 from rltrain.tracking.panel import LivePanel
 from rltrain.tracking.progress import ProgressLines, RunProgress
@@ -29,7 +30,8 @@ def run_progress(
         "checkpoint": lambda step: is_checkpoint_due(config, step),
     }
     if config.algorithm.type == "rl":
-        due["weight_sync"] = lambda step: step % trainer.sync_every == 0 or step == trainer.steps
+        evaluates = due["eval"]
+        due["weight_sync"] = lambda step: is_sync_due(trainer, step, evaluates=evaluates(step))
     eta = Eta(trainer.steps, due)
     if not console.is_terminal or console.is_dumb_terminal:
         return ProgressLines(trainer.steps, eta)

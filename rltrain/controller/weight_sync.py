@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from rltrain.config.rollout import Transport
+from rltrain.config.trainer import TrainerConfig
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.engines import Engines, get_all_of_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
@@ -19,6 +20,16 @@ from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.sync.digest import check_same
 from rltrain.weights.sync.stream import SLOTS, Bucket, merge_buckets
+
+
+def is_sync_due(trainer: TrainerConfig, step: int, *, evaluates: bool) -> bool:
+    """On every ``sync_every``-th step, and before the last evaluation: an evaluation measures the
+    weights of its own step, and the configuration lets no other fall between two syncs.
+
+    Args:
+        evaluates: whether an evaluation follows this step
+    """
+    return (evaluates and step == trainer.steps) or step % trainer.sync_every == 0
 
 
 @dataclass

@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from rltrain.config import Config
+from rltrain.config.trainer import TrainerConfig
 from rltrain.controller.run_progress import run_progress
+from rltrain.controller.weight_sync import is_sync_due
 from rltrain.tracking.panel import LivePanel
 from rltrain.tracking.progress import ProgressLines
 
@@ -50,3 +52,10 @@ def test_steps_that_do_more(tmp_path: Path) -> None:
         for name, is_due in progress._eta.due.items()
     }
     assert due == {"eval": [4, 8, 10], "checkpoint": [6, 10], "weight_sync": [2, 4, 6, 8, 10]}
+
+
+def test_the_last_step_syncs_for_its_evaluation_alone() -> None:
+    trainer = TrainerConfig(steps=5, sync_every=2)
+    assert [step for step in range(1, 6) if is_sync_due(trainer, step, evaluates=False)] == [2, 4]
+    assert is_sync_due(trainer, 5, evaluates=True)
+    assert not is_sync_due(trainer, 3, evaluates=True)
