@@ -24,11 +24,16 @@ from typing import TYPE_CHECKING, Any
 from rltrain.config import Config
 from rltrain.config.trainer import CheckpointConfig
 from rltrain.planning.memory_terms import gib
-from rltrain.weights.huggingface.manifest import MANIFEST, check_manifest, write_manifest
+from rltrain.weights.huggingface.manifest import (
+    MANIFEST,
+    check_manifest,
+    entries_of,
+    write_manifest,
+)
 
 if TYPE_CHECKING:
     from rltrain.controller.cluster.policy_group import PolicyGroup
-    from rltrain.controller.cluster.worker_group import WorkerGroup
+    from rltrain.controller.cluster.worker_group import WorkerGroup, Written
     from rltrain.weights.architecture.decoder import Architecture
     from rltrain.weights.huggingface.identity import ModelIdentity
 
@@ -57,16 +62,10 @@ def save(
         RuntimeError: the disk is full or cannot be written; the older checkpoints are untouched.
     """
 
-    def write(checkpoint: Path) -> None:
-        for group in groups:
-            group.save(checkpoint)
+    def write(checkpoint: Path) -> list["Written"]:
+        return [written for group in groups for written in group.save(checkpoint)]
 
-    target = _write(
-        _folder(run_dir) / f"step_{step:06d}",
-        {"step": step, **state},
-        write,
-        [folder for group in groups for folder in group.folders],
-    )
+    target = _write(_folder(run_dir) / f"step_{step:06d}", {"step": step, **state}, write)
     for old in checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -92,28 +91,26 @@ def save_last(run_dir: Path, step: int, policy: "PolicyGroup", model: "ModelIden
     return _write(
         last,
         {"step": step, "model": model},
-        lambda checkpoint: policy.save_weights(str(checkpoint / "policy")),
-        ["policy"],
+        policy.save_weights,
     )
 
 
 def _write(
-    target: Path, state: Mapping[str, Any], write: Callable[[Path], Any], folders: Sequence[str]
+    target: Path, state: Mapping[str, Any], write: Callable[[Path], Sequence["Written"]]
 ) -> Path:
     """Fill a folder beside ``target`` and swap it in.
 
     Args:
-        write: called with that folder, which has the empty ``folders``
+        write: fills that folder, which is empty, and says what each rank wrote there
     """
     partial = target.with_name(f".{target.name}.partial")
     try:
         for left in target.parent.glob(".*.partial"):  # by a process that was killed
             _remove(left)
-        for folder in folders:
-            (partial / folder).mkdir(parents=True)
-        write(partial)
+        partial.mkdir(parents=True)
+        entries = {name: entry for files in write(partial) for name, entry in files.items()}
         (partial / STATE).write_text(json.dumps(dict(state)))
-        write_manifest(partial)
+        write_manifest(partial, entries | entries_of(partial, [STATE]))
         _remove(target)
         os.rename(partial, target)
     except (OSError, RuntimeError) as error:  # a worker's error is an `ActorFailed`

@@ -32,6 +32,7 @@ from rltrain.policy.passes.passes import ModelOnMesh, Objective, Recorder, accum
 from rltrain.policy.types import Plan, Updated
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.load import load_huggingface
+from rltrain.weights.huggingface.manifest import ManifestEntry
 from rltrain.weights.huggingface.stored_model import POLICY
 
 
@@ -174,9 +175,11 @@ class MegatronWorker(ABC):
 
     # Checkpoints
 
-    def save(self, folder: str) -> None:
-        """Write parameters and optimizer state. Collective; all ranks share the folder's disk."""
-        checkpoint.save_model(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+    def save(self, folder: str) -> dict[str, ManifestEntry]:
+        """Write parameters and optimizer state; see `model_checkpoint.save_model`. Collective."""
+        return checkpoint.save_model(
+            folder, self.chunks, self.optimizer, self.learning_rate, self.mesh
+        )
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Collective."""

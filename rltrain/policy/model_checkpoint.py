@@ -5,7 +5,9 @@ contains pickles, so callers check first that a checkpoint is trusted
 (`rltrain.controller.run_checkpoint`).
 """
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from rltrain.policy.megatron.mesh import Mesh
 from rltrain.policy.megatron.value_head import ValueHead
 from rltrain.policy.optimizer import LearningRate
+from rltrain.weights.huggingface.manifest import ManifestEntry, entries_of
 
 _HEAD = "output_layer.weight"
+_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+"""The name of a file of tensors; torch.distributed.checkpoint puts the rank into it."""
 
 
 def save_model(
@@ -27,11 +32,15 @@ def save_model(
     optimizer: MegatronOptimizer,
     learning_rate: LearningRate,
     mesh: Mesh,
-) -> None:
-    """Write into the empty folder ``folder``. Collective."""
+) -> dict[str, ManifestEntry]:
+    """Write into ``folder``, which is empty or absent. Collective.
+
+    Returns:
+        of the files that this rank wrote
+    """
     state = _sharded_state(chunks, optimizer, mesh, is_loading=False)
     state["updates"] = learning_rate.update
-    dist_checkpointing.save(state, folder, content_metadata=content_metadata(mesh))
+    return _save(state, folder, mesh)
 
 
 def load_model(
@@ -52,11 +61,24 @@ def load_model(
     learning_rate.update = state["updates"]
 
 
-def save_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
-    """Write the parameters alone into the empty folder ``folder``. Collective."""
-    dist_checkpointing.save(
-        _model_states(_bare(chunks), mesh), folder, content_metadata=content_metadata(mesh)
-    )
+def save_weights(
+    folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh
+) -> dict[str, ManifestEntry]:
+    """As `save_model`, the parameters alone."""
+    return _save(_model_states(_bare(chunks), mesh), folder, mesh)
+
+
+def _save(state: dict[str, Any], folder: str, mesh: Mesh) -> dict[str, ManifestEntry]:
+    Path(folder).mkdir(parents=True, exist_ok=True)  # ranks of several nodes may share no disk
+    dist_checkpointing.save(state, folder, content_metadata=content_metadata(mesh))
+    return entries_of(Path(folder), files_of_rank(folder, mesh.rank))
+
+
+def files_of_rank(folder: str, rank: int) -> list[str]:
+    """Names of the files in ``folder`` that ``rank`` wrote; rank 0 writes what has no rank in its
+    name, too."""
+    by = {path.name: _OF_RANK.fullmatch(path.name) for path in Path(folder).iterdir()}
+    return sorted(name for name, of in by.items() if (int(of[1]) if of else 0) == rank)
 
 
 def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:

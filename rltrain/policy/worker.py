@@ -35,6 +35,7 @@ from rltrain.routing.flips import WideFlips, judged_rows, wide_flips
 from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.export import write_huggingface
+from rltrain.weights.huggingface.manifest import ManifestEntry
 from rltrain.weights.sync.broadcast import SENDER, BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.cuda_ipc import IpcSender, device_name
 from rltrain.weights.sync.engine_fp8 import quantize_stream
@@ -328,17 +329,17 @@ class PolicyWorker(MegatronWorker):
         # What is quantised is what a sync casts to the engine's dtype.
         self.export(path, "bfloat16" if fp8 else "float32", fp8=fp8)
 
-    def save_weights(self, folder: str) -> None:
-        """Write the policy's parameters, without optimizer state. Collective."""
-        checkpoint.save_weights(folder, self.chunks, self.mesh)
+    def save_weights(self, folder: str) -> dict[str, ManifestEntry]:
+        """As `save`, the policy's parameters without optimizer state. Collective."""
+        return checkpoint.save_weights(folder, self.chunks, self.mesh)
 
     # The reference's checkpoint
 
-    def save_reference(self, folder: str) -> None:
-        """Write the reference's parameters, which are those of the start until they are refreshed.
-        Collective."""
+    def save_reference(self, folder: str) -> dict[str, ManifestEntry]:
+        """As `save`, the reference's parameters, which are those of the start until they are
+        refreshed. Collective."""
         assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
-        checkpoint.save_weights(folder, self.reference.chunks, self.mesh)
+        return checkpoint.save_weights(folder, self.reference.chunks, self.mesh)
 
     def load_reference(self, folder: str) -> None:
         """Read what `save_reference` wrote. Collective."""

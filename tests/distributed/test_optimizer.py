@@ -8,6 +8,7 @@ weights, so everything it has afterwards is from the checkpoint.
 Not exercised: bf16 and its fp32 masters, NCCL.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import plan_step
 from rltrain.verification.pass_file import relative_error
+from rltrain.weights.huggingface.manifest import entries_of
 from tests.distributed.run_ranks import asked_for, rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -148,6 +150,7 @@ class Results:
     start: dict[str, Tensor]
     expected: dict[bool, Expected]  # by whether routers are frozen
     found: dict[str, dict[str, Tensor]]  # by case
+    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         load_file(folder / "moe" / "model.safetensors"),
         {f: adam(folder, SAVED_AFTER if f else STEPS, frozen=f) for f in (False, True)},
         {name: load_file(folder / f"{name}.safetensors") for name in names},
+        folder,
     )
 
 
@@ -181,6 +185,16 @@ def test_every_update_is_the_one_made_by_hand(results: Results, case: str) -> No
                 if not error < 1e-3:
                     wrong[parameter] = error
             assert not wrong, f"update {update}"
+
+
+def test_every_rank_hashes_what_it_wrote(results: Results) -> None:
+    saved = results.folder / "pp2 vpp2.checkpoint"
+    ranks = [
+        json.loads((results.folder / f"pp2 vpp2.{rank}.json").read_text()) for rank in range(2)
+    ]
+    assert ranks[0].keys() >= {".metadata", "common.pt", "metadata.json"}
+    assert ranks[1] and not ranks[0].keys() & ranks[1].keys()
+    assert ranks[0] | ranks[1] == entries_of(saved, [path.name for path in saved.iterdir()])
 
 
 def test_all_that_it_is_to_hold_takes_part(results: Results) -> None:
@@ -237,10 +251,8 @@ def _run_case(rank: int, folder: Path, name: str, config: Config) -> dict[str, T
     found: dict[str, Tensor] = {}
     for step in case.steps:
         if name in SAVING and step == SAVED_AFTER:
-            if rank == 0:
-                (folder / f"{name}.checkpoint").mkdir()
-            torch.distributed.barrier()
-            worker.save(str(folder / f"{name}.checkpoint"))
+            entries = worker.save(str(folder / f"{name}.checkpoint"))
+            (folder / f"{name}.{rank}.json").write_text(json.dumps(entries))
         for number, told in enumerate(_step(worker, batch_of(step))):
             update = step * MINI_BATCHES + number
             found |= {f"{update}/{key}": value for key, value in told.items()}

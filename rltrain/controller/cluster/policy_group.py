@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rltrain.config.rollout import Transport
-from rltrain.controller.cluster.worker_group import WorkerGroup
+from rltrain.controller.cluster.worker_group import WorkerGroup, Written, in_folder
 from rltrain.parallel.token_layout import TokenGrid, padded_lengths
 from rltrain.policy.types import Agreement, Scored, StageScored, Updated
 from rltrain.routing.flips import WideFlips, join_flips, sum_flips
@@ -17,6 +17,9 @@ from rltrain.weights.sync.stream import Bucket
 
 if TYPE_CHECKING:  # see `WorkerGroup`
     from rltrain.policy.worker import PolicyWorker  # noqa: F401  # ruff sees no base class
+
+REFERENCE = "reference"
+"""The folder of the reference's parameters in a checkpoint."""
 
 
 class PolicyGroup(WorkerGroup["PolicyWorker"]):
@@ -32,17 +35,20 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
 
     @property
     def folders(self) -> list[str]:
-        return [*super().folders, *(["reference"] if self._saves_reference else [])]
+        return [*super().folders, *([REFERENCE] if self._saves_reference else [])]
 
-    def save(self, checkpoint: Path) -> None:
-        super().save(checkpoint)
-        if self._saves_reference:
-            self._call(lambda worker: worker.save_reference(str(checkpoint / "reference")))
+    def save(self, checkpoint: Path) -> list[Written]:
+        written = super().save(checkpoint)
+        if not self._saves_reference:
+            return written
+        folder = str(checkpoint / REFERENCE)
+        more = in_folder(REFERENCE, self._call(lambda worker: worker.save_reference(folder)))
+        return [{**files, **others} for files, others in zip(written, more, strict=True)]
 
     def load(self, checkpoint: Path) -> None:
         super().load(checkpoint)
         if self._saves_reference:
-            self._call(lambda worker: worker.load_reference(str(checkpoint / "reference")))
+            self._call(lambda worker: worker.load_reference(str(checkpoint / REFERENCE)))
 
     def refresh_reference(self) -> None:
         """See `PolicyWorker.refresh_reference`."""
@@ -50,9 +56,10 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
 
     # Weights
 
-    def save_weights(self, folder: str) -> None:
-        """See `PolicyWorker.save_weights`."""
-        self._call(lambda worker: worker.save_weights(folder))
+    def save_weights(self, checkpoint: Path) -> list[Written]:
+        """As `save`, the policy's parameters alone."""
+        folder = str(checkpoint / self.role)
+        return in_folder(self.role, self._call(lambda worker: worker.save_weights(folder)))
 
     def export(self, path: str, dtype: str) -> None:
         """See `PolicyWorker.export`."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from rltrain.controller.cluster.rendezvous import rendezvous_file
 from rltrain.data.packing import StepPlan, mini_batch_sizes, plan_step
 from rltrain.policy.actor import ModelActor, Role
 from rltrain.policy.types import Plan, Updated
+from rltrain.weights.huggingface.manifest import ManifestEntry
 
 if TYPE_CHECKING:  # the workers' classes import Megatron, which the controller does not need
     from rltrain.policy.megatron_worker import MegatronWorker
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 Worker = TypeVar("Worker", bound="MegatronWorker")
 R = TypeVar("R")
+
+Written = Mapping[str, ManifestEntry]
+"""What one rank wrote of a checkpoint: by file, its size and SHA-256."""
 
 
 class WorkerGroup(Generic[Worker]):
@@ -91,9 +95,14 @@ class WorkerGroup(Generic[Worker]):
         """Of a checkpoint, those that `save` fills."""
         return [self.role]
 
-    def save(self, checkpoint: Path) -> None:
-        """Write parameters and optimizer state into the empty `folders` of a checkpoint."""
-        self._call(lambda worker: worker.save(str(checkpoint / self.role)))
+    def save(self, checkpoint: Path) -> list[Written]:
+        """Write parameters and optimizer state into the `folders` of a checkpoint.
+
+        Returns:
+            by rank, of the files that it wrote
+        """
+        folder = str(checkpoint / self.role)
+        return in_folder(self.role, self._call(lambda worker: worker.save(folder)))
 
     def load(self, checkpoint: Path) -> None:
         """Read what `save` wrote."""
@@ -181,6 +190,11 @@ class WorkerGroup(Generic[Worker]):
         for rows, values in zip(self._plan.shards, shards, strict=True):
             whole[self._batch.token_index(rows)] = values
         return whole
+
+
+def in_folder(name: str, written: Sequence[Written]) -> list[Written]:
+    """The same files by their names in the checkpoint, whose folder ``name`` has them."""
+    return [{f"{name}/{file}": entry for file, entry in files.items()} for files in written]
 
 
 def _add(shards: Sequence[Updated]) -> Updated:

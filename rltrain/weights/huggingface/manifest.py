@@ -1,11 +1,12 @@
 """The manifest of a folder: size and SHA-256 of every file in it.
 
-Megatron's checkpoints hold pickles, so one is opened only after `check_manifest`.
+Megatron's checkpoints hold pickles, so one is opened only after `check_manifest`. Whoever wrote a
+file takes its entry (`entries_of`), so that nobody reads what others wrote.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
@@ -28,10 +29,15 @@ def manifest_entry(path: Path) -> ManifestEntry:
         return {"bytes": file.tell(), "sha256": digest}
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the manifest of all files below ``folder``."""
-    entries = _entries(folder, sorted(_names(folder)))
-    (folder / MANIFEST).write_text(json.dumps(entries, indent=1))
+def write_manifest(folder: Path, entries: Mapping[str, ManifestEntry] | None = None) -> None:
+    """Write the manifest of ``folder``.
+
+    Args:
+        entries: by name, of all its files; without them every file is read here
+    """
+    if entries is None:
+        entries = entries_of(folder, _names(folder))
+    (folder / MANIFEST).write_text(json.dumps(dict(sorted(entries.items())), indent=1))
 
 
 def check_manifest(folder: Path) -> None:
@@ -49,7 +55,7 @@ def check_manifest(folder: Path) -> None:
             "copied in part or changed; use another checkpoint"
             " [RL6004]"
         )
-    for name, entry in _entries(folder, expected).items():
+    for name, entry in entries_of(folder, expected).items():
         if entry != expected[name]:
             raise ValueError(
                 f"{folder / name}: its content is not what {MANIFEST} says; use another checkpoint"
@@ -57,7 +63,8 @@ def check_manifest(folder: Path) -> None:
             )
 
 
-def _entries(folder: Path, names: Iterable[str]) -> dict[str, ManifestEntry]:
+def entries_of(folder: Path, names: Iterable[str]) -> dict[str, ManifestEntry]:
+    """Of these files below ``folder``; reads them, several at a time."""
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:  # SHA-256 lets other threads run
         return dict(

@@ -38,7 +38,13 @@ from rltrain.weights.huggingface.identity import (
     identity_differences,
     identity_of,
 )
-from rltrain.weights.huggingface.manifest import MANIFEST, check_manifest, write_manifest
+from rltrain.weights.huggingface.manifest import (
+    MANIFEST,
+    ManifestEntry,
+    check_manifest,
+    entries_of,
+    write_manifest,
+)
 
 MODEL = ModelIdentity(architecture="tiny (1)", tokenizer="2", weights="3")
 STATE = {"model": MODEL, "prompts": {"position": 5}}
@@ -52,13 +58,14 @@ class Group:
     def __init__(self, value: int = 0, error: Exception | None = None) -> None:
         self.value, self.error = value, error
 
-    def save(self, checkpoint: Path) -> None:
-        self.save_weights(str(checkpoint / "policy"))
-
-    def save_weights(self, folder: str) -> None:
-        (Path(folder) / "value.distcp").write_text(str(self.value))
+    def save(self, checkpoint: Path) -> list[dict[str, ManifestEntry]]:
+        (checkpoint / "policy").mkdir()
+        (checkpoint / "policy/value.distcp").write_text(str(self.value))
         if self.error is not None:
             raise self.error
+        return [entries_of(checkpoint, ["policy/value.distcp"])]
+
+    save_weights = save
 
     def load(self, checkpoint: Path) -> None:
         self.value = int((checkpoint / "policy/value.distcp").read_text())
