@@ -55,13 +55,19 @@ class CheckpointConfig(Section):
 class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_gpus: Positive | None = None
-    """Number of GPUs to use. null: all that Ray finds."""
+    """Number of GPUs to use, over all nodes. null: as many as the run needs of those that Ray finds
+    free."""
     placement: Literal["auto", "colocated", "disaggregated"] = "auto"
     """``colocated``: the engines share the GPUs of the policy and alternate with it.
     ``disaggregated``: the engines have their own GPUs. ``auto``: disaggregated if there are enough
     GPUs, else colocated. On CPUs all share the cores."""
     address: NotEmpty | None = None
     """Address of a running Ray cluster. null: start a local one on the loopback interface."""
+    cpus_per_rank: Annotated[float, Field(ge=0.001)] = 1.0
+    """CPUs that a policy or critic rank takes of its node, in a running Ray cluster (``address``)
+    without GPUs. A node with no CPU for Ray gets no rank."""
+    cpus_per_engine: Annotated[float, Field(ge=0.001)] = 1.0
+    """The same for an engine."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
 

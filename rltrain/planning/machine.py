@@ -50,7 +50,8 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
     On a CPU at most ``RANKS_PER_CORE`` ranks a core, all together.
     """
     # Loads torch, which takes seconds: not before a command needs it.
-    from rltrain.planning.placement import Placement, arithmetic, count_ranks, place_on_gpus
+    from rltrain.planning.place import on_one_cpu, place_locally
+    from rltrain.planning.rank_count import arithmetic, count_ranks
     from rltrain.planning.weight_transport import check_transfer
 
     ranks = count_ranks(config)
@@ -62,7 +63,7 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             " [RL4002]"
         )
     if device == "cpu":
-        check_transfer(config, Placement("cpu"))
+        check_transfer(config, on_one_cpu(config))
         return
     usable = gpus if config.cluster.num_gpus is None else config.cluster.num_gpus
     if usable > gpus or gpus == 0:
@@ -71,4 +72,4 @@ def check_ranks(config: Config, device: Literal["cpu", "cuda"], cores: int, gpus
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set cluster.device=cpu"
             " [RL4001]"
         )
-    check_transfer(config, place_on_gpus(config, usable))
+    check_transfer(config, place_locally(config, usable))

@@ -10,8 +10,8 @@ from rltrain.planning import policy_memory as memory
 from rltrain.planning.engine_memory import engine_memory
 from rltrain.planning.machine import RANKS_PER_CORE, count_cores
 from rltrain.planning.memory_terms import GIB, Term, gib, total
-from rltrain.planning.placement import arithmetic, count_ranks
 from rltrain.planning.plan_text import batch_lines, counted, model_lines, stage_lines, term_lines
+from rltrain.planning.rank_count import arithmetic, count_ranks
 from rltrain.weights.architecture.decoder import Architecture
 
 WORKER = Term("Python, torch, Megatron", "assumed", GIB)

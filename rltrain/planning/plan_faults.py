@@ -4,8 +4,11 @@ from rltrain.config import Config
 from rltrain.planning.engine_memory import EngineMemory
 from rltrain.planning.machine import GpuMachine
 from rltrain.planning.memory_terms import Term, gib, total
-from rltrain.planning.placement import Placement, place_on_gpus
+from rltrain.planning.nodes import planned_nodes
+from rltrain.planning.place import place_on_gpus
+from rltrain.planning.placement import Placement
 from rltrain.planning.plan_colocation import OFFLOADED_POLICY, SLEEPING_ENGINE, weight_sync
+from rltrain.planning.rank_count import count_gpus, modes_to_try
 
 NODE = 8
 """GPUs of a node."""
@@ -54,14 +57,22 @@ def feasible_placement(config: Config, machine: GpuMachine) -> Placement:
     Raises:
         ValueError: no number of GPUs is enough.
     """
-    enough = place_on_gpus(config, None)
-    return enough if _too_few(config, machine) else place_on_gpus(config, machine.gpus)
+    if machine.gpus is not None and not _too_few(config, machine):
+        return place_on_gpus(config, planned_nodes(machine.gpus, NODE))
+    mode = modes_to_try(config)[0]
+    enough = max(NODE, config.rollout.tensor_parallel) * count_gpus(config, mode)
+    free = config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"num_gpus": None})}
+    )
+    return place_on_gpus(free, planned_nodes(enough, max(NODE, config.rollout.tensor_parallel)))
 
 
 def _too_few(config: Config, machine: GpuMachine) -> str:
     """The arithmetic, where there are too few GPUs."""
+    if machine.gpus is None:
+        return ""
     try:
-        place_on_gpus(config, machine.gpus)
+        place_on_gpus(config, planned_nodes(machine.gpus, NODE))
     except ValueError as error:
         return str(error)
     return ""

@@ -14,8 +14,7 @@ import ray
 from rltrain.actors.actor_log import FOLDER, LOG, redirect_output
 from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all
 from rltrain.config import Config
-from rltrain.controller.cluster.ray_cluster import OVERRIDE_ON_ZERO, reserve
-from rltrain.planning.placement import place
+from rltrain.controller.cluster.ray_cluster import OVERRIDE_ON_ZERO, placed_cluster
 
 pytestmark = pytest.mark.integration
 GPUS = ("4", "5", "6", "7")
@@ -67,20 +66,20 @@ class Failing:
             os.kill(os.getpid(), getattr(signal, what))
 
 
-def config(placement: str, num_engines: int) -> Config:
+def config(placement: str, num_engines: int, timeout_s: float = 60) -> Config:
     values: dict[str, Any] = {
         "algorithm": {"advantage": "gae"},
         "policy": {"parallel": {"dp": 2}},
         "rollout": {"num_engines": num_engines, "tensor_parallel": 2},
-        "cluster": {"device": "cuda", "placement": placement},
+        "cluster": {"device": "cuda", "placement": placement, "start_timeout_s": timeout_s},
     }
     return Config.model_validate(values)
 
 
 def test_every_actor_sees_the_gpus_of_its_ranks_alone(started: None) -> None:
-    apart = reserve(place(config("disaggregated", 1), 4), 60)
+    apart = placed_cluster(config("disaggregated", 1))
     gpus = apart.gpu_ids
-    assert sorted(gpus) == list(GPUS)
+    assert gpus == GPUS
     roles: tuple[Literal["policy", "critic"], ...] = ("policy", "critic")
     options = [
         *(apart.worker_options(role, rank) for role in roles for rank in range(2)),
@@ -90,14 +89,13 @@ def test_every_actor_sees_the_gpus_of_its_ranks_alone(started: None) -> None:
     found = ray.get([actor.gpus.remote() for actor in actors], timeout=120)
     assert found == [gpus[0], gpus[1], gpus[0], gpus[1], f"{gpus[2]},{gpus[3]}"]
 
-    shared = place(config("colocated", 1), 4)
-    with pytest.raises(RuntimeError, match="expected 2 free GPUs on one node within 1 s"):
-        reserve(shared, 1)
-    assert apart.bundles is not None
-    ray.util.remove_placement_group(apart.bundles)
-    placed = reserve(shared, 60)
+    with pytest.raises(RuntimeError, match=r"expected 2 free GPUs on .* within 1 s"):
+        placed_cluster(config("colocated", 1, timeout_s=1))
+    assert apart.reserved is not None
+    ray.util.remove_placement_group(apart.reserved.bundles)
+    placed = placed_cluster(config("colocated", 1))
     seen = placed.engine_options(0)["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"]
-    assert seen == ",".join(placed.gpu_ids)
+    assert seen == ",".join(placed.gpu_ids) == "4,5"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rltrain.controller import run_checkpoint as checkpoint
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
-from rltrain.planning.placement import Placement
+from rltrain.planning.place import on_one_cpu
 from tests.distributed.tiny_folder import save_tiny_moe
 
 pytestmark = pytest.mark.integration
@@ -57,7 +57,7 @@ def step() -> Batch:
 
 def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     save_tiny_moe(tmp_path / "model", num_layers=2, num_experts=4, k=2, vocab=61)
-    critic = CriticGroup(config(), str(tmp_path / "model"), Cluster(Placement("cpu")))
+    critic = CriticGroup(config(), str(tmp_path / "model"), Cluster(on_one_cpu(config())))
     batch = step()
     critic.begin_step(batch)
     values = critic.values()

@@ -4,23 +4,24 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
-import ray.util
 from ray._private import ray_constants
-from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
 from rltrain.config import Config
+from rltrain.controller.cluster.ray_nodes import read_nodes
 from rltrain.controller.cluster.ray_start import HostState, check_address, start_failure
-from rltrain.planning.placement import Placement, place
+from rltrain.controller.cluster.reservation import Reservation, in_bundle, reserve
+from rltrain.planning.nodes import LOCAL, Slot
+from rltrain.planning.place import place, place_locally
+from rltrain.planning.placement import Placement
 from rltrain.policy.actor import Role
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,15 @@ OVERRIDE_ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the actors of a run are started on."""
+    """What the actors of a run are started on. A node is named by its Ray address."""
 
     placement: Placement
-    bundles: PlacementGroup | None = None
-    """One for each GPU, all on one node."""
-    gpu_ids: tuple[str, ...] = ()
-    """What ``CUDA_VISIBLE_DEVICES`` calls the GPU of each bundle."""
+    driver_node: str = LOCAL
+    """Where this process runs."""
+    node_ids: Mapping[str, str] = field(default_factory=dict)
+    """Ray's own name of a node."""
+    reserved: Reservation | None = None
+    """What is kept for the run; None on the CPUs of one machine, of which all ranks share all."""
     logs: Path | None = None
     """The folder of the actors' logs (`rltrain.actors.actor_log`); None: Ray's own."""
 
@@ -45,12 +48,40 @@ class Cluster:
     def device(self) -> Literal["cpu", "cuda"]:
         return self.placement.device
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """All that have ranks or engines."""
+        return self.placement.nodes
+
+    @property
+    def policy_nodes(self) -> tuple[str, ...]:
+        """By rank."""
+        return tuple(slot.node for slot in self.placement.policy)
+
+    @property
+    def critic_nodes(self) -> tuple[str, ...]:
+        """By rank."""
+        return tuple(slot.node for slot in self.placement.critic)
+
+    @property
+    def engine_nodes(self) -> tuple[str, ...]:
+        """By engine."""
+        return tuple(slots[0].node for slots in self.placement.engines)
+
+    @property
+    def gpu_ids(self) -> tuple[str, ...]:
+        """The run's GPUs on the driver's own node, as ``CUDA_VISIBLE_DEVICES`` calls them."""
+        return self.gpu_ids_of(self.driver_node)
+
+    def gpu_ids_of(self, node: str) -> tuple[str, ...]:
+        return self.reserved.gpu_ids.get(node, ()) if self.reserved else ()
+
     def worker_options(self, role: Role, rank: int) -> dict[str, Any]:
         """Of the Ray actor of one rank."""
         # Megatron's collectives run in an order that has to be the same on all ranks.
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        gpus = {"policy": self.placement.policy, "critic": self.placement.critic}[role]
-        return self._options(gpus[rank : rank + 1], env, f"{role}-{rank}")
+        slots = {"policy": self.placement.policy, "critic": self.placement.critic}[role]
+        return self._options(slots[rank : rank + 1], env, f"{role}-{rank}")
 
     def engine_options(self, engine: int, log: str = "engine") -> dict[str, Any]:
         """Of the Ray actor of one engine.
@@ -58,18 +89,33 @@ class Cluster:
         Args:
             log: what its log is called, before the engine's number
         """
-        gpus = self.placement.engines[engine] if self.bundles else ()
-        return self._options(gpus, {}, f"{log}-{engine}")
+        return self._options(self.placement.engines[engine], {}, f"{log}-{engine}")
 
-    def _options(self, gpus: Sequence[int], env: dict[str, str], log: str) -> dict[str, Any]:
-        """Of an actor that sees these GPUs alone. Ray counts none for it, since others may see the
-        same ones, and so leaves ``CUDA_VISIBLE_DEVICES`` as it is set here."""
+    def actor_on(self, node: str, log: str | None = None) -> dict[str, Any]:
+        """Of a Ray actor that computes nothing, on a node of the cluster.
+
+        Args:
+            log: what its log is called; None: Ray's own
+        """
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
-        if self.logs is not None:
-            env = {**env, LOG: str(self.logs / f"{log}.log")}
-        if self.bundles is not None:
-            options["scheduling_strategy"] = _in_bundle(self.bundles, gpus[0])
-            seen = ",".join(self.gpu_ids[gpu] for gpu in gpus)
+        if node in self.node_ids:
+            affinity = NodeAffinitySchedulingStrategy(self.node_ids[node], soft=False)
+            options["scheduling_strategy"] = affinity
+        env = {} if log is None or self.logs is None else {LOG: str(self.logs / f"{log}.log")}
+        return {**options, "runtime_env": {"env_vars": env}}
+
+    def _options(self, slots: Sequence[Slot], env: dict[str, str], log: str) -> dict[str, Any]:
+        """Of an actor that sees the GPUs of these slots alone. Ray counts none for it, since others
+        may see the same ones, and so leaves ``CUDA_VISIBLE_DEVICES`` as it is set here."""
+        node = slots[0].node
+        options = self.actor_on(node, log)
+        env = {**env, **options["runtime_env"]["env_vars"]}
+        if self.reserved is not None:
+            bundle = self.nodes.index(node)
+            options["scheduling_strategy"] = in_bundle(self.reserved.bundles, bundle)
+        if self.device == "cuda":
+            ids = self.gpu_ids_of(node)
+            seen = ",".join(ids[slot.gpu] for slot in slots if slot.gpu is not None)
             env = {**env, "CUDA_VISIBLE_DEVICES": seen, OVERRIDE_ON_ZERO: "0"}
         return {**options, "runtime_env": {"env_vars": env}}
 
@@ -80,6 +126,7 @@ def cluster(config: Config) -> Iterator[Cluster]:
 
     Raises:
         RuntimeError: it did not start or cannot be joined, with what to do.
+        ValueError: its nodes have too little for the run.
     """
     with running_ray(config.cluster.address):
         run_dir = Path(config.trainer.output_dir)
@@ -88,11 +135,29 @@ def cluster(config: Config) -> Iterator[Cluster]:
         logs.mkdir(exist_ok=True)
         os.environ[FOLDER] = str(logs)
         try:
-            placement = place(config, _gpus_of_a_node())
-            logger.info("placement: %s", placement)
-            yield replace(reserve(placement, config.cluster.start_timeout_s), logs=logs)
+            yield replace(placed_cluster(config), logs=logs)
         finally:
             os.environ.pop(FOLDER, None)
+
+
+def placed_cluster(config: Config) -> Cluster:
+    """Place all ranks on the nodes of the running Ray, and keep their GPUs or CPUs for them.
+
+    Raises:
+        RuntimeError: others hold them for longer than ``cluster.start_timeout_s``.
+        ValueError: there are too few.
+    """
+    found = read_nodes()
+    if config.cluster.address is None:
+        placement = place_locally(config, found.nodes[0].total_gpus, found.driver)
+    else:
+        placement = place(config, found.nodes)
+    logger.info("placement: %s", placement)
+    placed = Cluster(placement, found.driver, found.ids)
+    if config.cluster.address is None and placement.device == "cpu":
+        return placed
+    timeout_s = config.cluster.start_timeout_s
+    return replace(placed, reserved=reserve(config, placement, found, timeout_s))
 
 
 @contextmanager
@@ -135,44 +200,6 @@ def running_ray(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def reserve(placement: Placement, timeout_s: float) -> Cluster:
-    """Keep the GPUs of a placement for this run, and learn which they are.
-
-    Raises:
-        RuntimeError: others hold them for longer than ``timeout_s``.
-    """
-    if placement.device == "cpu":
-        return Cluster(placement)
-    bundles = ray.util.placement_group([{"GPU": 1}] * placement.num_gpus, strategy="STRICT_PACK")
-    probes = [
-        _gpu_id.options(scheduling_strategy=_in_bundle(bundles, gpu)).remote()
-        for gpu in range(placement.num_gpus)
-    ]
-    try:
-        return Cluster(placement, bundles, tuple(ray.get(probes, timeout=timeout_s)))
-    except GetTimeoutError as error:
-        raise RuntimeError(
-            f"expected {placement.num_gpus} free GPUs on one node within {timeout_s:g} s. Others "
-            "hold them: see `ray status`, or raise cluster.start_timeout_s"
-            " [RL4001]"
-        ) from error
-
-
-def _in_bundle(bundles: PlacementGroup, gpu: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=gpu)
-
-
-@ray.remote(num_cpus=0, num_gpus=1)
-def _gpu_id() -> str:
-    return str(ray.get_gpu_ids()[0])
-
-
-def _gpus_of_a_node() -> int:
-    """On the node that has most: a run does not span nodes."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return max(int(resources.get("GPU", 0)) for resources in nodes)
 
 
 def _link_logs(run_dir: Path) -> None:

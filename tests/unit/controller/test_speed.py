@@ -8,12 +8,14 @@ import torch
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.speed import Speed, work_of
+from rltrain.planning.nodes import LOCAL, Slot
 from rltrain.planning.placement import Placement
 from rltrain.planning.roofline import Card
 from rltrain.tracking.metrics import check_metrics
 from rltrain.weights.families import read_architecture
 
 CONF = Path(__file__).parents[3] / "conf/model"
+GPUS = tuple(Slot(LOCAL, gpu) for gpu in range(6))
 CARD = Card(flops=1e12, bandwidth=1e9)
 STEP = {
     "rollout/num_tokens": 9.0,
@@ -68,7 +70,7 @@ def test_latent_attention_has_heads_of_two_sizes():
 
 def test_a_step_is_held_against_the_gpus_of_each_phase():
     work = _work("Qwen3-30B-A3B")
-    placement = Placement("cuda", 6, (0, 1, 2, 3), (), ((4,), (5,)))
+    placement = Placement("cuda", (LOCAL,), GPUS[:4], (), (GPUS[4:5], GPUS[5:]))
     found = Speed(placement, work, CARD).metrics(BATCH, STEP, scored=True, updated=True)
     check_metrics(found)
     forward = 2 * work.active_parameters * 9 + 2 * work.attention_channels * (15 + 10)
@@ -86,7 +88,7 @@ def test_a_step_is_held_against_the_gpus_of_each_phase():
 
 
 def test_what_was_not_done_has_no_number():
-    placement = Placement("cuda", 2, (0,), (), ((1,),))
+    placement = Placement("cuda", (LOCAL,), GPUS[:1], (), (GPUS[1:2],))
     speed = Speed(placement, _work("Qwen3-30B-A3B"), CARD)
     found = speed.metrics(BATCH, STEP, scored=False, updated=False)
     assert not {"throughput/mfu_scoring", "throughput/mfu_update"} & found.keys()
@@ -106,6 +108,6 @@ def test_a_cpu_and_a_policy_in_fp32_are_held_against_no_card():
         "memory/host_rss_gib",
     }
     config = Config.model_validate({"policy": {"precision": {"params": "fp32"}}})
-    placement = Placement("cuda", 1, (0,), (), ((0,),))
+    placement = Placement("cuda", (LOCAL,), GPUS[:1], (), (GPUS[:1],))
     assert Speed.of(config, arch, placement, CARD).card is None
     assert Speed.of(Config(), arch, placement, CARD).card is CARD

@@ -5,12 +5,14 @@ from typing import Literal
 import pytest
 
 from rltrain.controller.weight_sync import check_shared
+from rltrain.planning.nodes import LOCAL, Slot
 from rltrain.planning.placement import Placement
 from rltrain.planning.weight_transport import choose_transport
 
 CPU = Placement("cpu")
-APART = Placement("cuda", 2, policy=(0,), engines=((1,),))
-SHARED = Placement("cuda", 1, policy=(0,), engines=((0,),))
+A, B = Slot(LOCAL, 0), Slot(LOCAL, 1)
+APART = Placement("cuda", (LOCAL,), policy=(A,), engines=((B,),))
+SHARED = Placement("cuda", (LOCAL,), policy=(A,), engines=((A,),))
 
 
 @pytest.mark.parametrize(

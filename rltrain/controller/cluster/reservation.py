@@ -1,0 +1,104 @@
+"""Keep what a placement takes of each node for this run, and learn which GPUs that is."""
+
+import time
+from dataclasses import dataclass
+
+import ray
+import ray.util
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rltrain.config import Config
+from rltrain.controller.cluster.ray_nodes import RayNodes, read_nodes
+from rltrain.planning.nodes import Node
+from rltrain.planning.place_faults import node_table
+from rltrain.planning.placement import Placement
+
+NODE_ID = "ray.io/node-id"
+"""The label by which Ray pins a bundle to a node."""
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """One bundle for each node of a placement, in the order of ``placement.nodes``."""
+
+    bundles: PlacementGroup
+    gpu_ids: dict[str, tuple[str, ...]]
+    """By node, what ``CUDA_VISIBLE_DEVICES`` calls the run's GPUs there."""
+
+
+def reserve(config: Config, placement: Placement, found: RayNodes, timeout_s: float) -> Reservation:
+    """Keep the GPUs or CPUs of a placement, one bundle a node.
+
+    Raises:
+        RuntimeError: others took them, for longer than ``timeout_s``, or a node is gone.
+    """
+    bundles = ray.util.placement_group(
+        [_bundle(config, placement, node) for node in placement.nodes],
+        strategy="PACK",
+        bundle_label_selector=[{NODE_ID: found.ids[node]} for node in placement.nodes],
+    )
+    probes = [
+        _gpu_ids.options(
+            num_gpus=placement.gpus_on(node), scheduling_strategy=in_bundle(bundles, number)
+        ).remote()
+        for number, node in enumerate(placement.nodes)
+    ]
+    try:
+        answers = _answers(probes, placement, found, timeout_s)
+    except BaseException:
+        ray.util.remove_placement_group(bundles)
+        raise
+    return Reservation(bundles, dict(zip(placement.nodes, answers, strict=True)))
+
+
+def in_bundle(bundles: PlacementGroup, number: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=number)
+
+
+def _bundle(config: Config, placement: Placement, node: str) -> dict[str, float]:
+    if placement.device == "cuda":
+        return {"GPU": placement.gpus_on(node)}
+    own = (placement.policy, placement.critic if config.critic.placement == "own" else ())
+    ranks = sum(slot.node == node for slots in own for slot in slots)
+    engines = sum(slots[0].node == node for slots in placement.engines)
+    cluster = config.cluster
+    return {"CPU": ranks * cluster.cpus_per_rank + engines * cluster.cpus_per_engine}
+
+
+def _answers(
+    probes: list[ray.ObjectRef], placement: Placement, found: RayNodes, timeout_s: float
+) -> list[tuple[str, ...]]:
+    """What the probes say. Ray itself waits without a word for a node that is gone."""
+    last = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(probes, timeout=max(0.0, min(POLL_S, last - time.monotonic())))
+        except GetTimeoutError:
+            now = read_nodes()
+            if gone := [n for n in placement.nodes if now.ids.get(n) != found.ids[n]]:
+                raise RuntimeError(
+                    f"expected the nodes {', '.join(placement.nodes)} of the Ray cluster, and "
+                    f"{', '.join(gone)} left it while the run reserved its place: start Ray there "
+                    "again (ray start --address=...), or run without it"
+                    f"{node_table(now.nodes)} [RL4001]"
+                ) from None
+            if time.monotonic() > last:
+                raise RuntimeError(_taken(placement, now.nodes, timeout_s)) from None
+
+
+def _taken(placement: Placement, nodes: tuple[Node, ...], timeout_s: float) -> str:
+    what = f"{placement.num_gpus} free GPUs" if placement.device == "cuda" else "free CPUs"
+    return (
+        f"expected {what} on {', '.join(placement.nodes)} within {timeout_s:g} s. Others "
+        "hold them: see `ray status`, or raise cluster.start_timeout_s"
+        f"{node_table(nodes)} [RL4001]"
+    )
+
+
+@ray.remote(num_cpus=0)
+def _gpu_ids() -> tuple[str, ...]:
+    """Sorted, so that a rank has the same GPU in every run."""
+    return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
