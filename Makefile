@@ -44,7 +44,7 @@ demo: setup
 	$(BIN)/python -m rltrain.main +recipe=grpo_moe_r3
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
 
 # Hours on 2 cores: every fault of tests/mutants is planted in a copy, and its test has to fail. For
 # some of them: .venv/bin/python -m tests.mutants.run --only TEXT

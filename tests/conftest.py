@@ -22,8 +22,21 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 
+IN_ONE_PROCESS = ("recipes", "sanity", "unit")
+"""Folders whose tests need one core at a time."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU on a machine without one, and say so."""
+    """Two things: what may run at the same time, and what needs a GPU on a machine without one.
+
+    With ``-n`` (pytest-xdist) the files of `IN_ONE_PROCESS` are shared out one by one. All files of
+    any other folder run one after the other, since each of their tests uses several processes.
+    """
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        group = str(item.path) if folder in IN_ONE_PROCESS else folder
+        item.add_marker(pytest.mark.xdist_group(group))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:
         return
