@@ -1,5 +1,5 @@
 # Every target does the set-up it needs; a second run re-installs nothing.
-.PHONY: setup demo test mutants lint type fmt docs sizes bench lock wheel
+.PHONY: setup demo test hosts mutants lint type fmt docs sizes bench lock wheel
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -45,6 +45,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
+
+# Runs over three hosts, which are network namespaces of this machine: docs/clusters.md. To try things
+# on such hosts: .venv/bin/python -m tests.hosts up 3
+hosts: setup
+	$(BIN)/python -m pytest tests/hosts
 
 # Hours on 2 cores: every fault of tests/mutants is planted in a copy, and its test has to fail. For
 # some of them: .venv/bin/python -m tests.mutants.run --only TEXT
