@@ -95,15 +95,17 @@ class Trainer(Loop):
         metrics |= self.adapt_reference(step, batch, metrics)
         return Step(batch, metrics, updates, scored, paired)
 
-    def hand_over(self, step: int, timer: StepTimer) -> None:
+    def hand_over(self, step: int, timer: StepTimer) -> dict[str, float]:
         """The engines' turn: with new weights, or with those they have."""
+        metrics: dict[str, float] = {}
         if self.syncs(step):
-            self.sync_weights(step, timer)
+            metrics = self.sync_weights(step, timer)
         else:
             self.colocation.to_engines(timer)
         assert self.synced_after == step or not self.evaluator.is_due(step), (
             "an evaluation measures the weights of its step"
         )
+        return metrics
 
     # The stages
 
@@ -290,11 +292,12 @@ class Trainer(Loop):
     def state(self) -> dict[str, Any]:
         return super().state() | {"kl_coef": self.kl_coef}
 
-    def sync_weights(self, step: int, timer: StepTimer) -> None:
+    def sync_weights(self, step: int, timer: StepTimer) -> dict[str, float]:
         """Bring the weights after ``step`` into the engines, whose turn it is then."""
         self.synced_after = step
         with self.colocation.weight_sync(timer):
-            self.weight_sync.sync(self.config.rollout.dtype)
+            metrics = self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             options = self.placed.engine_options(0, log="fresh-engine")
             check_weight_sync(self.colocation, self.spec, options)
+        return metrics

@@ -18,6 +18,7 @@ from rltrain.controller.run_loop import is_finished, open_tracker, resume
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.sft import warm_started_model
 from rltrain.controller.speed import Speed
+from rltrain.controller.weight_links import SyncNodes
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.loader import PromptLoader
 from rltrain.data.tiny_model import build_random_model
@@ -71,6 +72,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         progress.phase("start_engines")
         versions = {"engine": json.dumps(wait_until_ready()[0])}
         tracker = stack.enter_context(open_tracker(config, placed, start.after, progress, versions))
+        nodes = SyncNodes(placed.policy_nodes, placed.engine_nodes)
         Trainer(
             config,
             prompts,
@@ -84,7 +86,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
             sampler=sampler,
             spec=spec,
             placed=placed,
-            weight_sync=WeightSync(policy, engines, transport),
+            weight_sync=WeightSync(policy, engines, transport, nodes),
             colocation=Colocation(placed.placement.colocated, policy, critic, engines),
             kl_coef=start.state.get("kl_coef", config.algorithm.kl.coef),
             synced_after=start.after,

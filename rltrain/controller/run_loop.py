@@ -86,8 +86,9 @@ class Loop(ABC):
     def begin(self) -> None:  # noqa: B027  # nothing, unless there are engines
         """What precedes the first evaluation and step of this process."""
 
-    def hand_over(self, step: int, timer: StepTimer) -> None:  # noqa: B027  # likewise
-        """What follows the updates of a step."""
+    def hand_over(self, step: int, timer: StepTimer) -> dict[str, float]:  # likewise
+        """What follows the updates of a step. Returns metrics."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the models."""
@@ -109,7 +110,7 @@ class Loop(ABC):
         taken = self.take(step, timer, is_first=is_first)
         metrics = taken.metrics
         self.save(step, timer)
-        self.hand_over(step, timer)
+        metrics |= self.hand_over(step, timer)
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
                 metrics |= self.evaluator.evaluate(step)

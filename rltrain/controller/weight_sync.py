@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from rltrain.config.trainer import TrainerConfig
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.engines import Engines, get_all_of_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
-from rltrain.controller.cluster.rendezvous import rendezvous_file
+from rltrain.controller.weight_links import Connection, SyncNodes, connect
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.sync.digest import check_same
 from rltrain.weights.sync.stream import SLOTS, Bucket, merge_buckets
+
+Filling = Callable[[], list[Bucket]]
+"""Waits for the next bucket of a stream: one from each rank that sends it, none after the last."""
 
 
 def is_sync_due(trainer: TrainerConfig, step: int, *, evaluates: bool) -> bool:
@@ -34,78 +37,77 @@ def is_sync_due(trainer: TrainerConfig, step: int, *, evaluates: bool) -> bool:
 
 @dataclass
 class WeightSync:
-    """Streams the policy's weights into the engines, whichever way they travel."""
+    """Streams the policy's weights into the engines, whichever way they travel.
+
+    With the transport "broadcast" each pipeline stage has a stream, with "ipc" the model has one.
+    """
 
     policy: PolicyGroup
     engines: Engines
     transport: Transport
-    _receivers: list[str] | None = field(default=None, init=False)
-    """Devices of the engines' workers, once they are known and connected."""
+    nodes: SyncNodes
+    _connection: Connection | None = field(default=None, init=False)
+    """Once the engines' workers are known and connected."""
 
-    def sync(self, dtype: str) -> None:
+    def sync(self, dtype: str) -> dict[str, float]:
         """One sync: while the engines load a bucket, the policy fills the next one, which waits in
         the engines' queues before they ask for it.
 
         Every bucket carries its checksum; an engine that misses one, or is sent too few, fails
         here. No engine may be generating.
+
+        Returns:
+            Metrics ``weights/*``.
         """
-        if self._receivers is None:
-            self._receivers = self._connect()
-        self._load(self._begin(dtype, self._receivers))
+        if self._connection is None:
+            self._connection = connect(self.policy, self.engines, self.transport, self.nodes)
+        first = self._begin(dtype, self._connection)
+        sent = self._load(first, self._connection)
         self._finish()
+        crossed = map(mul, sent, self._connection.crossings)
+        return {
+            "weights/bytes": float(sum(sent)),
+            "weights/bytes_between_nodes": float(sum(crossed)),
+        }
 
-    def _begin(self, dtype: str, receivers: list[str]) -> Bucket | None:
-        """Returns the first bucket."""
+    def _begin(self, dtype: str, connection: Connection) -> list[Filling]:
+        """Returns a function for each stream that waits for the first bucket."""
         wait_until_started = self.engines.start_weight_sync()
-        self.policy.begin_weight_stream(dtype, self.transport, receivers)
-        bucket = self._next_bucket()
+        self.policy.begin_weight_stream(dtype, self.transport, connection.receivers)
+        first = [self.policy.next_weight_buckets(ranks) for ranks in connection.streams]
         wait_until_started()
-        return bucket
+        return first
 
-    def _load(self, bucket: Bucket | None) -> None:
-        """Have the engines load a bucket and all that follow."""
-        loading: list[Callable[[], Any]] = []
-        while bucket is not None:
-            loading.append(self.engines.load_weight_bucket(bucket))
-            if len(loading) == SLOTS:  # the next bucket goes where the first of these is
-                loading.pop(0)()
-            bucket = self._next_bucket()
+    def _load(self, first: Sequence[Filling], connection: Connection) -> list[int]:
+        """Have the engines load all buckets of one stream, then of the next, whose first bucket was
+        filled at the beginning.
+
+        Streams do not alternate: an engine keeps what it has of a layer until the layer is
+        complete, and would keep a part of a layer of every stage.
+
+        Returns:
+            The bytes of each stream.
+        """
+        sent, loading = [0] * len(first), list[Callable[[], Any]]()
+        for stage, (ranks, filling) in enumerate(zip(connection.streams, first, strict=True)):
+            while (bucket := self._filled(filling)) is not None:
+                loading.append(self.engines.load_weight_bucket(connection.with_memory(bucket)))
+                sent[stage] += bucket["payload"]["nbytes"]
+                if len(loading) == SLOTS:  # the next bucket goes where the first of these is
+                    loading.pop(0)()
+                filling = self.policy.next_weight_buckets(ranks)
         for wait_until_loaded in loading:
             wait_until_loaded()
+        return sent
 
     def _finish(self) -> None:
         self.engines.finish_weight_sync()
         self.policy.end_weight_stream()
 
-    def _next_bucket(self) -> Bucket | None:
-        filled = self.policy.next_weight_buckets()
-        if self.transport == "ipc":
-            return merge_buckets(filled) if filled else None
-        return filled[0] if filled else None
-
-    def _connect(self) -> list[str]:
-        """Raises ``ValueError``: an engine worker's GPU has no policy rank, for transport "ipc"."""
-        devices = self.engines.devices()
-        receivers = [device for engine in devices for device in engine]
-        if self.transport == "ipc":
-            check_shared(receivers, self.policy.device_names())
-        if self.transport == "broadcast":
-            file = str(rendezvous_file(self))
-            size = 1 + len(receivers)
-            first_ranks = list(accumulate(map(len, devices), initial=1))
-            wait_until_joined = self.engines.join_group(file, first_ranks, size)
-            self.policy.join_group(file, size)
-            wait_until_joined()
-        return receivers
-
-
-def check_shared(receivers: Sequence[str], senders: Sequence[str]) -> None:
-    if alone := sorted(set(receivers) - set(senders)):
-        raise ValueError(
-            f"rollout.weight_transfer=ipc: expected a policy rank on the GPU of every engine "
-            f"worker, found none on {alone}: use rollout.weight_transfer=broadcast"
-            " [RL4010]"
-        )
+    def _filled(self, filling: Filling) -> Bucket | None:
+        """The bucket of a stream, from all that send it; None after the last."""
+        filled = filling()
+        return merge_buckets(filled) if filled else None
 
 
 def check_weight_sync(colocation: Colocation, spec: EngineSpec, options: dict[str, Any]) -> None:

@@ -102,8 +102,14 @@ class MegatronWorker(ABC):
         return chunks
 
     def place(self) -> dict[str, Any]:
-        """The data-parallel rank, whose shard this rank needs, and the device."""
-        return {"rank": self.mesh.rank, "dp_rank": self.mesh.dp_rank, "device": str(self.device)}
+        """The data-parallel rank, whose shard this rank needs, pipeline stage and device."""
+        mesh = self.mesh
+        return {
+            "rank": mesh.rank,
+            "dp_rank": mesh.dp_rank,
+            "stage": mesh.pp_rank,
+            "device": str(self.device),
+        }
 
     # Device memory
 

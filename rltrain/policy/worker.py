@@ -36,10 +36,10 @@ from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.export import write_huggingface
 from rltrain.weights.huggingface.manifest import ManifestEntry
-from rltrain.weights.sync.broadcast import SENDER, BroadcastGroup, BroadcastSender
+from rltrain.weights.sync.broadcast import SENDER, BroadcastGroup, BroadcastSender, SenderLink
 from rltrain.weights.sync.cuda_ipc import IpcSender, device_name
 from rltrain.weights.sync.engine_fp8 import quantize_stream
-from rltrain.weights.sync.sender import full_tensors
+from rltrain.weights.sync.sender import full_tensors, stage_tensors
 from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket, BucketSender, BucketStream
 
 
@@ -283,34 +283,50 @@ class PolicyWorker(MegatronWorker):
         """Its GPU, by a name that other processes give it too, or "cpu"."""
         return device_name(self.device)
 
-    def join_group(self, file: str, size: int) -> None:
-        """Rank 0 joins the engines' workers, to broadcast weights to them. Collective with them."""
-        if self.mesh.rank == 0:
+    def join_receivers(self, link: SenderLink | None) -> None:
+        """Join the workers of engines that get this rank's bytes. Collective with them.
+
+        Args:
+            link: None: this rank sends nothing
+        """
+        self._link, self._group = link, None
+        if link is not None and link.file is not None:
             timeout_s = self.config.cluster.call_timeout_s
-            self.group = BroadcastGroup(file, SENDER, size, self.device, timeout_s)
+            self._group = BroadcastGroup(link.file, SENDER, link.size, self.device, timeout_s)
 
     def begin_weight_stream(
         self, dtype: str, transport: Transport, receivers: Sequence[str]
     ) -> None:
-        """Start handing the policy's weights out, cast to the engine's dtype.
+        """Start handing the policy's weights out, cast to the engine's dtype. Collective.
+
+        With the transport "broadcast" a rank streams the tensors of its pipeline stage. With "ipc"
+        every GPU with an engine needs all of them.
 
         Args:
             receivers: `device_name` of every engine worker
         """
-        tensors = full_tensors(self.chunks, self.arch, self.mesh, getattr(torch, dtype))
+        mesh = self.mesh
+        read, stage, stages = (
+            (full_tensors, 0, 1)
+            if transport == "ipc"
+            else (stage_tensors, mesh.pp_rank, mesh.pp_size)
+        )
+        tensors = read(self.chunks, self.arch, mesh, getattr(torch, dtype))
         if self.config.rollout.quantization == "fp8":
             tensors = quantize_stream(tensors, self.arch)
-        self._stream = BucketStream(tensors, self._sender(transport, receivers), BUCKET_BYTES)
+        sender = self._sender(transport, receivers)
+        self._stream = BucketStream(tensors, sender, BUCKET_BYTES, stage=stage, stages=stages)
 
     def _sender(self, transport: Transport, receivers: Sequence[str]) -> BucketSender | None:
         if transport == "ipc":
             shares = self.device_name() in receivers
             return IpcSender(self.device, BUCKET_BYTES) if shares else None
-        sends = self.mesh.rank == 0
-        return BroadcastSender(self.group, self.device, BUCKET_BYTES) if sends else None
+        if self._link is None:
+            return None
+        return BroadcastSender(self._group, self.device, BUCKET_BYTES, self._link.node)
 
     def next_weight_bucket(self) -> Bucket | None:
-        """See `BucketStream.next_bucket`. Collective."""
+        """See `BucketStream.next_bucket`. Collective over the ranks of the stream."""
         return self._stream.next_bucket()
 
     def end_weight_stream(self) -> None:

@@ -39,6 +39,7 @@ from rltrain.rollout.launch import (
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 from rltrain.rollout.route_store import store_routes
 from rltrain.routing.integrity import check_routes
+from rltrain.weights.sync.links import EngineLinks
 from rltrain.weights.sync.stream import Bucket
 
 logger = logging.getLogger(__name__)
@@ -132,12 +133,15 @@ class RolloutEngine:
 
         return await self._unless_dead(receiver.devices(self._engine))
 
-    async def join_group(self, file: str, first_rank: int, size: int, timeout_s: float) -> None:
-        """Have the vLLM workers join the policy's rank 0, which will broadcast its weights."""
+    async def join_senders(self, links: EngineLinks) -> list[dict[int, list[str]]]:
+        """Have the vLLM workers join the policy ranks that will send weights.
+
+        Returns:
+            By worker, `rltrain.weights.sync.links.BroadcastReceiver.memory`.
+        """
         from rltrain.weights.sync import receiver
 
-        joining = receiver.join_group(self._engine, file, first_rank, size, timeout_s)
-        await self._unless_dead(joining)
+        return await self._unless_dead(receiver.join_groups(self._engine, links))
 
     async def start_weight_sync(self) -> None:
         from rltrain.weights.sync import receiver

@@ -23,7 +23,8 @@ from rltrain.config import Config
 from rltrain.data.packing import pack_micro_batches, plan_step
 from rltrain.routing.align import last_rows
 from rltrain.verification.pass_file import relative_error
-from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastReceiver
+from rltrain.weights.sync.broadcast import BroadcastGroup, SenderLink
+from rltrain.weights.sync.links import BroadcastReceiver
 from tests.distributed.run_ranks import asked_for, rendezvous, run_ranks
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -267,8 +268,8 @@ def received(worker: Any, file: Path) -> dict[str, Tensor]:
     cpu = torch.device("cpu")
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(BroadcastGroup, str(file), 1, 2, cpu, 60.0)
-        worker.join_group(str(file), 2)
-        receiver = BroadcastReceiver(joining.result(), cpu)
+        worker.join_receivers(SenderLink(str(file), 2, None))
+        receiver = BroadcastReceiver({0: joining.result()}, cpu)
         worker.begin_weight_stream("bfloat16", "broadcast", [])
         bucket = worker.next_weight_bucket()
         while bucket is not None:

@@ -151,7 +151,8 @@ def synced(folder: Path, mode: str, transport: str) -> None:
     if transport == "broadcast":
         file = str(folder / f"group-{mode}")
         pipe.send(("join", file, 0, 2))
-        info = {"file": file, "first_rank": 1, "size": 2, "timeout_s": 60.0}
+        group = {"stage": 0, "file": file, "size": 2, "ranks": [1]}
+        info = {"node": None, "shares": False, "groups": [group], "timeout_s": 60.0}
         engine.init_weight_transfer_engine({"init_info": info})
     for seed in SYNCS:
         engine.sleep(level=2)

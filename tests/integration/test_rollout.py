@@ -31,6 +31,7 @@ from rltrain.rollout.stop_strings import response_texts
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.stream import BucketStream
+from tests.integration.sync_links import links
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -497,7 +498,7 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
     with pytest.raises(RuntimeError, match="between start and finish of a weight sync"):
         ray.get(engine.generate.remote(requests, sampling))
     file, cpu = str(tmp_path / "group"), torch.device("cpu")
-    joining = engine.join_group.remote(file, 1, 2, 60.0)
+    joining = engine.join_senders.remote(links(file))
     sender = BroadcastSender(BroadcastGroup(file, 0, 2, cpu, 60.0), cpu, 100_000)
     ray.get(joining)
     stream = BucketStream(iter(weights.items()), sender, 100_000)

@@ -37,6 +37,7 @@ from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum
 from rltrain.weights.sync.stream import Bucket, BucketStream, TensorEntry
 from tests.distributed.tiny_families import make
 from tests.integration.sync_group import CPU, join
+from tests.integration.sync_links import links
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -175,6 +176,8 @@ def three_buckets(weights: Weights) -> tuple[list[Bucket], dict[int, torch.Tenso
         found.append(
             Bucket(
                 transport="broadcast",
+                stage=0,
+                stages=1,
                 index=index,
                 last=index == 2,
                 tensors=entries,
@@ -377,7 +380,7 @@ async def _async_engine(folder: Path, old: Weights, new_folder: Path, new: Weigh
 
 async def _join_async(engine: AsyncLLM, file: str) -> BroadcastGroup:
     ours = asyncio.to_thread(BroadcastGroup, file, 0, 2, CPU, 60.0)
-    theirs = receiver.join_group(engine, file, 1, 2, 60.0)
+    theirs = receiver.join_groups(engine, links(file))
     return (await asyncio.gather(ours, theirs))[0]
 
 

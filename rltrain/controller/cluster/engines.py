@@ -20,6 +20,7 @@ from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.sync.engine_fp8 import fp8_config
+from rltrain.weights.sync.links import EngineLinks
 from rltrain.weights.sync.stream import Bucket
 
 logger = logging.getLogger(__name__)
@@ -58,10 +59,11 @@ class Engines:
 
     # A weight sync; what begins here goes on while the policy works, until the result is called
 
-    def join_group(self, file: str, first_ranks: Sequence[int], size: int) -> Callable[[], Any]:
-        """See `RolloutEngine.join_group`; ``first_ranks`` is by engine."""
-        limit = self.timeout_s
-        return self._begin(lambda engine, n: engine.join_group(file, first_ranks[n], size, limit))
+    def join_senders(
+        self, links: Sequence[EngineLinks]
+    ) -> Callable[[], list[list[dict[int, list[str]]]]]:
+        """See `RolloutEngine.join_senders`; ``links`` and the result are by engine."""
+        return self._begin(lambda engine, n: engine.join_senders(links[n]))
 
     def start_weight_sync(self) -> Callable[[], Any]:
         """See `RolloutEngine.start_weight_sync`."""

@@ -1,6 +1,6 @@
 """The controller's handle on the policy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +13,7 @@ from rltrain.controller.cluster.worker_group import WorkerGroup, Written, in_fol
 from rltrain.parallel.token_layout import TokenGrid, padded_lengths
 from rltrain.policy.types import Agreement, Scored, StageScored, Updated
 from rltrain.routing.flips import WideFlips, join_flips, sum_flips
+from rltrain.weights.sync.broadcast import SenderLink
 from rltrain.weights.sync.stream import Bucket
 
 if TYPE_CHECKING:  # see `WorkerGroup`
@@ -73,9 +74,9 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         """By rank; see `PolicyWorker.device_name`."""
         return self._call(lambda worker: worker.device_name())
 
-    def join_group(self, file: str, size: int) -> None:
-        """See `PolicyWorker.join_group`."""
-        self._call(lambda worker: worker.join_group(file, size))
+    def join_receivers(self, links: Mapping[int, SenderLink]) -> None:
+        """See `PolicyWorker.join_receivers`; ``links`` is by rank."""
+        self._call_by_rank(lambda worker, rank: worker.join_receivers(links.get(rank)))
 
     def begin_weight_stream(
         self, dtype: str, transport: Transport, receivers: Sequence[str]
@@ -83,10 +84,14 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         """See `PolicyWorker.begin_weight_stream`."""
         self._call(lambda worker: worker.begin_weight_stream(dtype, transport, receivers))
 
-    def next_weight_buckets(self) -> list[Bucket]:
-        """One from each rank that sends; empty after the last. See `BucketStream.next_bucket`."""
-        buckets = self._call(lambda worker: worker.next_weight_bucket())
-        return [bucket for bucket in buckets if bucket is not None]
+    def next_weight_buckets(self, ranks: Sequence[int]) -> Callable[[], list[Bucket]]:
+        """Have the ranks of a stream fill its next bucket; see `BucketStream.next_bucket`.
+
+        Returns:
+            A function that waits for it: one from each rank that sends, none after the last.
+        """
+        wait = self._begin(ranks, lambda worker, _: worker.next_weight_bucket())
+        return lambda: [bucket for bucket in wait() if bucket is not None]
 
     def end_weight_stream(self) -> None:
         """See `PolicyWorker.end_weight_stream`."""

@@ -52,7 +52,13 @@ class WorkerGroup(Generic[Worker]):
         began = time.monotonic()
         self._answers("start", [worker.start.remote() for worker in self._workers])
         logger.info("the %s is loaded, after %.0f s", self.role, time.monotonic() - began)
-        self._dp_ranks = [place["dp_rank"] for place in self._call(lambda worker: worker.place())]
+        places = self._call(lambda worker: worker.place())
+        self._dp_ranks = [place["dp_rank"] for place in places]
+        self.stages = [
+            [rank for rank, place in enumerate(places) if place["stage"] == stage]
+            for stage in range(config.policy.parallel.pp)
+        ]
+        """The ranks of each pipeline stage."""
 
     def _call(self, write: Callable[[Worker], R]) -> list[R]:
         """Call one method on every worker with the same arguments; results by rank.
@@ -65,12 +71,22 @@ class WorkerGroup(Generic[Worker]):
     def _call_by_rank(self, write: Callable[[Worker, int], R]) -> list[R]:
         """As `_call`, where the arguments depend on the rank. Object references in them reach the
         worker as the objects."""
-        calls = [method_call(write, rank) for rank in range(len(self._workers))]
+        return self._begin(range(len(self._workers)), write)()
+
+    def _begin(
+        self, ranks: Sequence[int], write: Callable[[Worker, int], R]
+    ) -> Callable[[], list[R]]:
+        """As `_call_by_rank`, on some ranks.
+
+        Returns:
+            A function that waits for the answers, in the order of ``ranks``.
+        """
+        calls = [method_call(write, rank) for rank in ranks]
         refs = [
-            worker.call.remote(call.method, *call.args, **call.kwargs)
-            for worker, call in zip(self._workers, calls, strict=True)
+            self._workers[rank].call.remote(call.method, *call.args, **call.kwargs)
+            for rank, call in zip(ranks, calls, strict=True)
         ]
-        return self._answers(calls[0].method, refs)
+        return lambda: self._answers(calls[0].method, refs)
 
     def _answers(self, method: str, refs: list[Any]) -> list[Any]:
         return get_all(refs, AwaitedCall(self.role, method), self._timeout)

@@ -1,20 +1,21 @@
-"""The transport "broadcast": from the policy's rank 0 to all engine workers of one host at once.
+"""The transport "broadcast": from a policy rank to engine workers, several at once.
 
-They form a separate process group: NCCL on GPUs, gloo on CPUs. Rank 0 is the policy's rank 0. The
-engine workers are ranks 1 and up, engine by engine.
+They form a process group of their own: NCCL on GPUs, gloo on CPUs. Rank 0 is the policy's. Who
+sends what to whom is in `rltrain.weights.sync.stage_plan`; an engine's end in
+`rltrain.weights.sync.links`.
 """
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.rollout import Transport
-from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack_bucket
-from rltrain.weights.sync.stream import SLOTS, Bucket, NamedTensors, TensorEntry
+from rltrain.weights.sync.flat_buffers import FlatSlots, SharedSlots, buffer_checksum
+from rltrain.weights.sync.stream import SLOTS, NamedTensors, TensorEntry
 
 SENDER = 0
 
@@ -53,21 +54,44 @@ class BroadcastGroup:
         return self._backend.broadcast([buffer], options)
 
 
+class SenderLink(NamedTuple):
+    """What a policy rank that sends needs to know."""
+
+    file: str | None
+    """Of its process group; None: it has none, since nobody is to receive."""
+    size: int
+    node: str | None
+    """Its own, if workers there read its slots."""
+
+
 class BroadcastSender:
-    """The ``payload`` of its buckets: ``nbytes`` and ``buffer_checksum``."""
+    """The ``payload`` of its buckets: ``nbytes``, ``buffer_checksum``, and ``memory`` by node.
+
+    Args:
+        group: None: nobody is to receive
+        node: this process's, if workers of it read the slots
+    """
 
     transport: Transport = "broadcast"
 
-    def __init__(self, group: BroadcastGroup, device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        group: BroadcastGroup | None,
+        device: torch.device,
+        bucket_bytes: int,
+        node: str | None = None,
+    ) -> None:
         self._group = group
         self._device = device
-        self._slots = FlatSlots(device, bucket_bytes)
+        self._node = node
+        self._slots = FlatSlots(device, bucket_bytes) if node is None else SharedSlots(bucket_bytes)
+        self._count = 0
         self._filled: tuple[int, int] | None = None  # slot and bytes
         self._sending: list[Any] = [None] * SLOTS
 
     def send(self) -> None:
         """Broadcast the slot that was filled last; the receivers wait for it."""
-        if self._filled is not None:
+        if self._filled is not None and self._group is not None:
             slot, nbytes = self._filled
             self._sending[slot] = self._group.broadcast(self._slots.buffers[slot][:nbytes])
             self._filled = None
@@ -76,10 +100,14 @@ class BroadcastSender:
         self._wait(slot)
         entries, nbytes = self._slots.fill(slot, tensors)
         self._filled = slot, nbytes
-        payload = {
+        payload: dict[str, Any] = {
             "nbytes": nbytes,
             "checksum": buffer_checksum(self._slots.buffers[slot][:nbytes]),
         }
+        if isinstance(self._slots, SharedSlots):
+            self._slots.memory[slot].mark(self._count)
+            payload["memory"] = {self._node: self._slots.memory[slot].path}
+        self._count += 1
         return entries, payload
 
     def close(self) -> None:
@@ -95,23 +123,3 @@ class BroadcastSender:
         work, self._sending[slot] = self._sending[slot], None
         if work is not None:
             work.wait()
-
-
-class BroadcastReceiver:
-    def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-
-    def read(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket, in memory that nothing else writes.
-
-        Raises:
-            ValueError: the bytes are not those that were sent.
-        """
-        nbytes = bucket["payload"]["nbytes"]
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._group.broadcast(buffer).wait()
-        return unpack_bucket(buffer, bucket)
-
-    def close(self) -> None:
-        pass

@@ -39,7 +39,8 @@ def expected_tensors(arch: Architecture, dtype: str, *, fp8: bool) -> dict[str, 
 
 
 class Delivery:
-    """One weight sync, bucket by bucket.
+    """One weight sync, bucket by bucket. The buckets of a pipeline stage come in order, those of
+    different stages in any.
 
     Args:
         arch: the engine's model; MTP layers that it skips may be sent too
@@ -49,28 +50,53 @@ class Delivery:
     def __init__(self, arch: Architecture, expected: Mapping[str, TensorForm]) -> None:
         self._arch = arch
         self._expected = expected
-        self.names: set[str] = set()  # of what was accepted
-        self.num_buckets = 0
-        self.is_complete = False  # the last bucket was accepted
+        self._sent_by: dict[str, int] = {}  # stage of what was accepted, by name
+        self._num_stages: int | None = None  # once a bucket has come
+        self._counts = Counter[int]()  # buckets, by stage
+        self._ended: set[int] = set()  # stages whose last bucket was accepted
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors that were accepted."""
+        return set(self._sent_by)
+
+    @property
+    def num_buckets(self) -> int:
+        return self._counts.total()
 
     def accept(self, bucket: Bucket) -> None:
         """Raises ``ValueError``: the bucket is out of order, or has a wrong tensor."""
-        if self.is_complete or bucket["index"] != self.num_buckets:
-            end = ", which was the last" if self.is_complete else ""
+        self._check_order(bucket)
+        stage, names = bucket["stage"], [entry["name"] for entry in bucket["tensors"]]
+        counts = Counter([*names, *self._sent_by])
+        if repeated := sorted({name for name in names if counts[name] > 1}):
+            stages = sorted({stage, *(self._sent_by.get(name, stage) for name in repeated)})
             raise ValueError(
-                f"weight sync: expected {'nothing after ' if end else ''}bucket "
-                f"{self.num_buckets - bool(end)}{end}, found bucket {bucket['index']}: deliver "
-                "every bucket once and in order"
+                f"weight sync: tensors sent twice: {repeated}, by pipeline stages {stages}"
             )
-        names = [entry["name"] for entry in bucket["tensors"]]
-        counts = Counter([*names, *self.names])
-        if repeated := sorted(name for name in names if counts[name] > 1):
-            raise ValueError(f"weight sync: tensors sent twice: {sorted(set(repeated))}")
         for entry in bucket["tensors"]:
             self._check(entry["name"], TensorForm(entry["dtype"], tuple(entry["shape"])))
-        self.names.update(names)
-        self.num_buckets += 1
-        self.is_complete = bucket["last"]
+        self._sent_by |= dict.fromkeys(names, stage)
+        self._num_stages = bucket["stages"]
+        self._counts[stage] += 1
+        if bucket["last"]:
+            self._ended.add(stage)
+
+    def _check_order(self, bucket: Bucket) -> None:
+        stage, num_stages = bucket["stage"], self._num_stages or bucket["stages"]
+        if bucket["stages"] != num_stages or not 0 <= stage < num_stages:
+            raise ValueError(
+                f"weight sync: expected buckets of pipeline stages 0 to {num_stages - 1}, found "
+                f"one of stage {stage} of {bucket['stages']}: all senders must belong to one policy"
+            )
+        ended, count = stage in self._ended, self._counts[stage]
+        if ended or bucket["index"] != count:
+            end = ", which was the last" if ended else ""
+            raise ValueError(
+                f"weight sync: expected {'nothing after ' if end else ''}bucket {count - ended}"
+                f"{end}, found bucket {bucket['index']} of pipeline stage {stage}: deliver every "
+                "bucket once and in order"
+            )
 
     def _check(self, name: str, form: TensorForm) -> None:
         if is_skipped_mtp(name, self._arch):
@@ -90,12 +116,12 @@ class Delivery:
 
     def missing(self) -> list[str]:
         """Names of expected tensors that have not arrived."""
-        return sorted(self._expected.keys() - self.names)
+        return sorted(self._expected.keys() - self._sent_by.keys())
 
     def check_ended(self) -> None:
-        """Raises ``ValueError``: the last bucket has not arrived."""
-        if not self.is_complete:
+        """Raises ``ValueError``: a stage's last bucket has not arrived."""
+        if going_on := sorted(set(range(self._num_stages or 1)) - self._ended):
             raise ValueError(
-                f"weight sync: finished after {self.num_buckets} buckets, none of them the last: "
-                "deliver every bucket before finishing"
+                f"weight sync: finished after {self.num_buckets} buckets, none of them the last of "
+                f"pipeline stages {going_on}: deliver every bucket before finishing"
             )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rltrain.weights.sync.node_memory import NodeMemory
 from rltrain.weights.sync.stream import (
     SLOTS,
     Bucket,
@@ -19,7 +20,7 @@ class FlatSlots:
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
         self._device = device
-        self.buffers = [self._empty(bucket_bytes) for _ in range(SLOTS)]
+        self.buffers = [self._empty(slot, bucket_bytes) for slot in range(SLOTS)]
 
     def fill(self, slot: int, tensors: NamedTensors) -> tuple[list[TensorEntry], int]:
         """Copy ``tensors`` into the slot; returns their entries and the bytes they take."""
@@ -28,7 +29,7 @@ class FlatSlots:
         for name, tensor in tensors:
             if used + tensor.nbytes > self.buffers[slot].numel():
                 assert used == 0, "only a bucket's first tensor may be larger than a bucket"
-                self.buffers[slot] = self._empty(tensor.nbytes)
+                self.buffers[slot] = self._empty(slot, tensor.nbytes)
             entry = tensor_entry(name, tensor, used)
             tensor_view(_place(self.buffers[slot], entry), entry).copy_(tensor)
             entries.append(entry)
@@ -37,9 +38,21 @@ class FlatSlots:
                 self.buffers[slot][end:used].zero_()
         return entries, used
 
-    def _empty(self, nbytes: int) -> Tensor:
+    def _empty(self, slot: int, nbytes: int) -> Tensor:
         # Not zeros: on a CPU they would commit the memory of a whole bucket for a small model.
         return torch.empty(aligned(nbytes), dtype=torch.uint8, device=self._device)
+
+
+class SharedSlots(FlatSlots):
+    """Slots on a CPU that other processes of the node can read, in `memory` by slot."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.memory = [NodeMemory() for _ in range(SLOTS)]
+        super().__init__(torch.device("cpu"), bucket_bytes)
+
+    def _empty(self, slot: int, nbytes: int) -> Tensor:
+        self.memory[slot] = NodeMemory()  # what is mapped cannot grow
+        return self.memory[slot].mapped(aligned(nbytes))
 
 
 def buffer_checksum(buffer: Tensor) -> int:

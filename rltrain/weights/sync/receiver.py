@@ -5,7 +5,7 @@ each of them import this module, which registers the backend before the model is
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(..., **engine_args()))
 
-    await join_group(engine, file, 1, 3, 60)  # transport "broadcast" only, before the first sync
+    await join_groups(engine, links)          # transport "broadcast" only, before the first sync
     await start_sync(engine)                  # no request may be running
     for bucket in buckets:                    # stream.Bucket, filled by the policy
         await load_bucket(engine, bucket)     # its slot may be filled again when this returns
@@ -43,12 +43,12 @@ from rltrain.config.rollout import Transport
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.load import read_tensors
-from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastReceiver
 from rltrain.weights.sync.cuda_ipc import IpcReceiver, device_name
 from rltrain.weights.sync.delivery import Delivery, expected_tensors
 from rltrain.weights.sync.digest import model_digest
 from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT, quantize_stream
 from rltrain.weights.sync.expert_stacks import stack_experts
+from rltrain.weights.sync.links import BroadcastReceiver, EngineLinks, GroupLink, join_links
 from rltrain.weights.sync.stream import Bucket, TensorEntry
 
 BACKEND = "rltrain"
@@ -68,12 +68,16 @@ async def devices(engine: AsyncLLM) -> list[str]:
     return names
 
 
-async def join_group(
-    engine: AsyncLLM, file: str, first_rank: int, size: int, timeout_s: float
-) -> None:
-    """Have every worker join the group of `rltrain.weights.sync.broadcast`. Collective."""
-    info = {"file": file, "first_rank": first_rank, "size": size, "timeout_s": timeout_s}
-    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+async def join_groups(engine: AsyncLLM, links: EngineLinks) -> list[dict[int, list[str]]]:
+    """Have the workers join their senders. Collective.
+
+    Returns:
+        By worker, `BroadcastReceiver.memory`.
+    """
+    request = WeightTransferInitRequest(init_info=dict(links))
+    await engine.init_weight_transfer_engine(request)
+    memory: list[dict[int, list[str]]] = await engine.collective_rpc("shared_memory")
+    return memory
 
 
 async def start_sync(engine: AsyncLLM) -> None:
@@ -113,9 +117,15 @@ class ReceiverExtension:
 
     model_runner: Any
     device: torch.device
+    weight_transfer_engine: Any
 
     def device_name(self) -> str:
         return device_name(self.device)
+
+    def shared_memory(self) -> dict[int, list[str]]:
+        """See `BroadcastReceiver.memory`."""
+        memory: dict[int, list[str]] = self.weight_transfer_engine.broadcast.memory
+        return memory
 
     def weight_digest(self) -> dict[str, str]:
         return model_digest(self.model_runner.get_model())
@@ -149,15 +159,12 @@ def holds_fp8(model_config: ModelConfig) -> bool:
 
 
 @dataclass
-class GroupInfo(WeightTransferInitInfo):
-    """What a worker needs to join the broadcast group.
+class LinksInfo(WeightTransferInitInfo):
+    """The fields of `broadcast.EngineLinks`."""
 
-    ``first_rank`` is the rank of this engine's first worker, ``size`` that of the whole group.
-    """
-
-    file: str
-    first_rank: int
-    size: int
+    node: str | None
+    shares: bool
+    groups: list[GroupLink]
     timeout_s: float
 
 
@@ -166,16 +173,18 @@ class BucketInfo(WeightTransferUpdateInfo):
     """The fields of a `stream.Bucket`."""
 
     transport: Transport
+    stage: int
+    stages: int
     index: int
     last: bool
     tensors: list[TensorEntry]
     payload: dict[str, Any]
 
 
-class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
+class BucketWeightTransferEngine(WeightTransferEngine[LinksInfo, BucketInfo]):
     """Loads buckets of checkpoint tensors by layerwise reload, and rejects an incomplete set."""
 
-    init_info_cls = GroupInfo
+    init_info_cls = LinksInfo
     update_info_cls = BucketInfo
     supports_draft_weight_update = False
 
@@ -189,20 +198,22 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         super().__init__(config, vllm_config, device, model)
         self._tied = tied_modules(model)
         self._delivery: Delivery | None = None  # from the start of a sync until it succeeded
-        self._broadcast: BroadcastReceiver | None = None
+        self.broadcast: BroadcastReceiver | None = None
         if device.type == "cpu":
             vllm_patches.patch_vllm_for_cpu()
         if "GptOssForCausalLM" in (vllm_config.model_config.hf_config.architectures or ()):
             vllm_patches.patch_vllm_for_gpt_oss()
 
-    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+    def init_transfer_engine(self, init_info: LinksInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        rank = init_info.first_rank + worker
-        group = BroadcastGroup(
-            init_info.file, rank, init_info.size, self.device, init_info.timeout_s
+        links = EngineLinks(
+            node=init_info.node,
+            shares=init_info.shares,
+            groups=init_info.groups,
+            timeout_s=init_info.timeout_s,
         )
-        self._broadcast = BroadcastReceiver(group, self.device)
+        self.broadcast = join_links(links, worker, self.device)
 
     def start_weight_update(self) -> None:
         if self._delivery is not None:
@@ -224,6 +235,8 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def receive_weights(self, update_info: BucketInfo) -> None:
         bucket = Bucket(
             transport=update_info.transport,
+            stage=update_info.stage,
+            stages=update_info.stages,
             index=update_info.index,
             last=update_info.last,
             tensors=update_info.tensors,
@@ -237,9 +250,9 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
     def _read(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
         if bucket["transport"] == "ipc":
             return self._ipc.read(bucket)
-        if self._broadcast is None:
-            raise RuntimeError("join_group comes before a weight sync by broadcast")
-        return self._broadcast.read(bucket)
+        if self.broadcast is None:
+            raise RuntimeError("join_groups comes before a weight sync by broadcast")
+        return self.broadcast.read(bucket)
 
     @cached_property
     def _ipc(self) -> IpcReceiver:
@@ -250,6 +263,8 @@ class BucketWeightTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self._delivery.check_ended()
         self._check_complete(self._delivery)
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.broadcast is not None:
+            self.broadcast.close()
         if self.device.type == "cpu":
             # Nothing was loaded into tied modules, so vLLM kept packed copies of old weights.
             for module in self._tied:

@@ -1,6 +1,7 @@
 """The policy's side of weight sync: every tensor of the model, whole, under its Hugging Face name.
 
-Export to a folder and sync to the rollout engine both go through `full_tensors`.
+A sync sends the tensors of each pipeline stage from a rank of that stage: `stage_tensors`. Export
+to a folder, and a sync to engines on the policy's own GPUs, need all of them: `full_tensors`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,26 @@ def full_tensors(
     like ``lambda p: p.main_grad``. Only weights are gathered of parameters that are not trained.
     Buffers stay fp32 whatever ``dtype``.
     """
-    pieces = _pieces(chunks, arch, mesh, dtype, value)
+    yield from _joined(_pieces(chunks, arch, mesh, dtype, value), arch)
+
+
+@torch.no_grad()
+def stage_tensors(
+    chunks: Sequence[nn.Module], arch: Architecture, mesh: Grid, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """As `full_tensors`, but only the tensors of this rank's pipeline stage: those of all its
+    chunks. The stages together yield every tensor of the model once.
+
+    The first tensor is collective over all ranks, since the stages agree on who sends what more
+    than one of them holds (tied embeddings, the embedding of MTP layers). Later ones are collective
+    over the ranks of the stage. No weight passes between stages.
+    """
+    yield from _joined(_pieces(chunks, arch, mesh, dtype, parameter_data, own_stage=True), arch)
+
+
+def _joined(
+    pieces: Iterator[tuple[HfTensorSpec, Tensor]], arch: Architecture
+) -> Iterator[tuple[str, Tensor]]:
     for name, group in groupby(pieces, key=lambda piece: piece[0].sent_as):
         yield name, join_stacked(group, arch.num_experts)
 
@@ -69,8 +89,14 @@ def _pieces(
     mesh: Grid,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
+    *,
+    own_stage: bool = False,
 ) -> Iterator[tuple[HfTensorSpec, Tensor]]:
-    """Every tensor of the model, on every rank, one expert at a time."""
+    """Every tensor of the model, on every rank, one expert at a time.
+
+    Args:
+        own_stage: only those of this rank's pipeline stage
+    """
     position = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, position)
     owned = [
@@ -84,10 +110,12 @@ def _pieces(
         stage = stages[batch[0].name]
         if stage == position.pp.rank:
             pieces = _gather(batch, held, arch, position, kept, value)
+        elif own_stage:
+            continue
         else:
             device = next(iter(held.values())).device
             pieces = _empty(batch, kept, device)
-        for _, values in pieces if position.pp.size > 1 else ():
+        for _, values in pieces if position.pp.size > 1 and not own_stage else ():
             dist.broadcast(values, group=position.pp.group, group_src=stage)
         yield from pieces
 

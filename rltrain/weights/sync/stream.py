@@ -1,5 +1,8 @@
 """A stream of named tensors from the policy to the engines, bucket by bucket.
 
+A sync has one stream for each pipeline stage, or a single one for the whole model. Streams are
+independent of one another; buckets of different streams may arrive in any order.
+
 A transport (`cuda_ipc`, `broadcast`) moves the bytes. A bucket is described in plain JSON, with a
 checksum by which a receiver verifies its bytes. A sender has two slots: it fills one while the
 receivers load from the other, so at most two buckets exist at a time.
@@ -27,6 +30,9 @@ BUCKET_BYTES = 512 * 2**20
 ALIGNMENT = 16
 """Alignment of a tensor in a bucket, so that every dtype can be read in place."""
 
+PLACES = ("handles", "memory")
+"""Fields of a payload that say where a process finds the bytes: by GPU, by node."""
+
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
@@ -42,8 +48,14 @@ class TensorEntry(TypedDict):
 
 class Bucket(TypedDict):
     transport: Transport
+    stage: int
+    """The number of its stream, below ``stages``."""
+    stages: int
+    """How many streams bring the model together."""
     index: int
+    """From 0, in its stream."""
     last: bool
+    """Of its stream."""
     tensors: list[TensorEntry]
     payload: dict[str, Any]
     """Where the bytes are, and their checksum; see the transport."""
@@ -75,16 +87,26 @@ class BucketStream:
     rank runs a stream, and ranks that send nothing pass no sender: all cut at the same places.
     The constructor takes the first tensor; `next_bucket` takes the others.
 
+    Args:
+        stage: the number of this stream among the ``stages`` that bring the model together
+
     Raises:
         ValueError: the stream is empty.
     """
 
     def __init__(
-        self, tensors: NamedTensors, sender: BucketSender | None, bucket_bytes: int
+        self,
+        tensors: NamedTensors,
+        sender: BucketSender | None,
+        bucket_bytes: int,
+        *,
+        stage: int = 0,
+        stages: int = 1,
     ) -> None:
         self._tensors = tensors
         self._sender = sender
         self._bucket_bytes = bucket_bytes
+        self._stage = stage, stages
         self._next_index = 0
         self._pending = next(tensors, None)
         if self._pending is None:
@@ -107,6 +129,8 @@ class BucketStream:
         entries, payload = self._sender.fill(index % SLOTS, self._cut())
         return Bucket(
             transport=self._sender.transport,
+            stage=self._stage[0],
+            stages=self._stage[1],
             index=index,
             last=self._pending is None,
             tensors=entries,
@@ -159,13 +183,13 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def merge_buckets(buckets: Sequence[Bucket]) -> Bucket:
-    """One bucket from those of all sending ranks, which hold the same tensors.
+    """One bucket from those of all ranks that send the same tensors.
 
     Raises:
         ValueError: the ranks' buckets differ.
     """
     first = buckets[0]
-    handles: dict[str, Any] = {}
+    places: dict[str, dict[str, Any]] = {name: {} for name in PLACES}
     for rank, bucket in enumerate(buckets):
         same = bucket["tensors"] == first["tensors"] and bucket["last"] == first["last"]
         if not same or bucket["payload"]["checksum"] != first["payload"]["checksum"]:
@@ -174,5 +198,6 @@ def merge_buckets(buckets: Sequence[Bucket]) -> Bucket:
                 f"bucket {bucket['index']} of sender {rank} than in that of sender 0: the policy's "
                 "ranks do not agree on the weights, do not trust this run"
             )
-        handles |= bucket["payload"].get("handles", {})
-    return {**first, "payload": {**first["payload"], "handles": handles}}
+        for name, found in places.items():
+            found |= bucket["payload"].get(name, {})
+    return {**first, "payload": {**first["payload"], **places}}

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
+from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack_bucket
+from rltrain.weights.sync.links import BroadcastReceiver
 from rltrain.weights.sync.stream import (
     Bucket,
     BucketSender,
@@ -79,7 +80,7 @@ def test_every_tensor_arrives_once_in_order(
 ) -> None:
     tensors = some_tensors()
     sender = BroadcastSender(groups[0], CPU, bucket_bytes)
-    read = BroadcastReceiver(groups[1], CPU).read
+    read = BroadcastReceiver({0: groups[1]}, CPU).read
     buckets = transfer(sender, read, tensors, bucket_bytes)
     assert [name for names in buckets for name in names] == list(tensors)
     for names in buckets:
@@ -137,6 +138,8 @@ def test_a_changed_byte_is_found() -> None:
     buffer = slots.buffers[0][:nbytes]
     bucket = Bucket(
         transport="broadcast",
+        stage=0,
+        stages=1,
         index=3,
         last=True,
         tensors=entries,
@@ -151,7 +154,9 @@ def test_a_changed_byte_is_found() -> None:
 def test_senders_that_disagree_are_refused() -> None:
     def bucket(gpu: str, of: int) -> Bucket:
         payload: dict[str, Any] = {"checksum": of, "handles": {gpu: [gpu]}}
-        return Bucket(transport="ipc", index=2, last=False, tensors=[], payload=payload)
+        return Bucket(
+            transport="ipc", stage=0, stages=1, index=2, last=False, tensors=[], payload=payload
+        )
 
     assert merge_buckets([bucket("a", 5), bucket("b", 5)])["payload"]["handles"] == {
         "a": ["a"],
