@@ -185,6 +185,17 @@ PERFORMANCE = (
     _seconds("other", "time/step less all phases"),
     _seconds("step", "the whole step, wall clock"),
     _performance(
+        "weights/bytes", "bytes of the weights that a weight sync brings to an engine", "-", "bytes"
+    ),
+    _performance(
+        "weights/bytes_between_nodes",
+        "bytes of a weight sync that go from one node to another; the fewest possible: each stage "
+        "once to every node with an engine and no rank of the stage (docs/weight-sync.md)",
+        "-",
+        "bytes",
+        better="lower",
+    ),
+    _performance(
         "throughput/tokens_per_second",
         "prompt and response (in supervised runs: target) tokens / time/step",
         "time/step",

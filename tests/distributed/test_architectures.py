@@ -17,6 +17,7 @@ from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import model_parameters
 from rltrain.weights.mapping.seeded import fill_seeded, seeded_tensor
 from tests.distributed.run_ranks import rendezvous, run_ranks
+from tests.distributed.stage_union import check_stages
 from tests.distributed.tiny import Layout, forward_backward
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -135,6 +136,8 @@ def _run_case(rank: int, folder: Path, name: str, case: str) -> None:
         is_bias = n.endswith("e_score_correction_bias")
         assert torch.equal(x, found[f"weight/{n}"].to(torch.float32 if is_bias else torch.bfloat16))
         assert x.dtype == (torch.float32 if is_bias else torch.bfloat16), n
+    whole = {n.removeprefix("weight/"): x for n, x in found.items() if n.startswith("weight/")}
+    check_stages(chunks, arch, mesh, whole)
     save_file(found, folder / f"{name}.{case}.{rank}.safetensors")
     destroy_mesh()
 

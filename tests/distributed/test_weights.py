@@ -25,6 +25,7 @@ from rltrain.weights.families import read_architecture
 from rltrain.weights.mapping.grid import Grid
 from rltrain.weights.sync.engine_fp8 import fp8_config
 from tests.distributed.run_ranks import rendezvous, run_ranks
+from tests.distributed.stage_union import check_stages
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -232,6 +233,7 @@ def gather_everywhere(rank: int, root: Path) -> None:
                 assert torch.equal(tensor, original[tensor_name].to(dtype)), (name, tensor_name)
                 assert tensor.is_contiguous()
         assert orders[0] == orders[1]
+        check_stages(chunks, arch, mesh, original)
         for n, t in full_tensors(chunks, arch, mesh, torch.float32, value=lambda p: 2 * p.data):
             assert torch.equal(t, 2 * original[n]), (name, n)
         load_huggingface(root / f"{case.model}.fp8", chunks, arch, mesh)

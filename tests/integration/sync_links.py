@@ -2,8 +2,11 @@
 
 from rltrain.weights.sync.links import EngineLinks, GroupLink
 
+NODE = "10.0.0.1"
+
 
 def links(file: str) -> EngineLinks:
-    """Of an engine with one worker, which a single sender serves."""
+    """Of an engine with one worker, which joins a single sender, of stage 0. For other stages it
+    reads the memory of its node."""
     group = GroupLink(stage=0, file=file, size=2, ranks=[1])
-    return EngineLinks(node=None, shares=False, groups=[group], timeout_s=60.0)
+    return EngineLinks(node=NODE, shares=False, groups=[group], timeout_s=60.0)

@@ -37,7 +37,7 @@ from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum
 from rltrain.weights.sync.stream import Bucket, BucketStream, TensorEntry
 from tests.distributed.tiny_families import make
 from tests.integration.sync_group import CPU, join
-from tests.integration.sync_links import links
+from tests.integration.sync_links import NODE, links
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -193,20 +193,34 @@ def sync(
     weights: Weights,
     spoil: Callable[[BroadcastSender, Bucket], None] | None = None,
 ) -> None:
-    """As the controller syncs: the sender is one bucket ahead, in a thread of its own."""
-    sender = BroadcastSender(join(engine), CPU, BUCKET_BYTES)
+    """As the controller syncs: a sender is one bucket ahead, in a thread of its own.
+
+    Of two pipeline stages the first comes by broadcast, the second through the node's memory.
+    """
+    senders = [
+        BroadcastSender(join(engine), CPU, BUCKET_BYTES),
+        BroadcastSender(None, CPU, BUCKET_BYTES, NODE),
+    ]
     engine.start_weight_update()
-    stream = BucketStream(iter(weights.items()), sender, BUCKET_BYTES)
-    bucket = stream.next_bucket()
+    half, items = len(weights) // 2, list(weights.items())
+    streams = [
+        BucketStream(iter(part), sender, BUCKET_BYTES, stage=stage, stages=2)
+        for stage, (part, sender) in enumerate(
+            zip((items[:half], items[half:]), senders, strict=True)
+        )
+    ]
+    first = [stream.next_bucket() for stream in streams]
     with ThreadPoolExecutor(1) as thread:
-        while bucket is not None:
-            if spoil:
-                spoil(sender, bucket)
-            following = thread.submit(stream.next_bucket)
-            engine.update_weights({"update_info": dict(bucket)})
-            bucket = following.result()
+        for stream, sender, bucket in zip(streams, senders, first, strict=True):
+            while bucket is not None:
+                if spoil:
+                    spoil(sender, bucket)
+                following = thread.submit(stream.next_bucket)
+                engine.update_weights({"update_info": dict(bucket)})
+                bucket = following.result()
     engine.finish_weight_update()
-    stream.close()
+    for stream in streams:
+        stream.close()
     assert engine.reset_prefix_cache()  # as receiver.finish_sync does, which an AsyncLLM has
 
 

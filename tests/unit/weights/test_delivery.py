@@ -60,6 +60,40 @@ def test_any_cut_into_buckets_brings_everything(cuts: list[int]) -> None:
             delivered(buckets[: again + 1] + buckets[again:])
 
 
+@given(st.data())
+def test_stages_come_in_any_order_and_all_of_them(data: st.DataObject) -> None:
+    names = list(EXPECTED)
+    cuts = data.draw(st.lists(st.integers(1, len(names) - 1), unique=True, min_size=2, max_size=5))
+    parts = [names[a:b] for a, b in pairwise([0, *sorted(cuts), len(names)])]
+    num_stages = data.draw(st.integers(2, 3))
+    owners = [*range(num_stages)] + [0] * (len(parts) - num_stages)
+    owned: dict[int, list[list[str]]] = {}
+    for owner, part in zip(owners, parts, strict=True):
+        owned.setdefault(owner, []).append(part)
+    streams = {
+        stage: [
+            bucket(i, part, last=i == len(of) - 1, stage=stage, stages=num_stages)
+            for i, part in enumerate(of)
+        ]
+        for stage, of in owned.items()
+    }
+    order = data.draw(st.permutations(owners))
+    left = {stage: iter(stream) for stage, stream in streams.items()}
+    buckets = [next(left[stage]) for stage in order]
+    assert delivered(buckets).missing() == []
+    gone = data.draw(st.sampled_from([*streams]))
+    with pytest.raises(ValueError, match=rf"none of them the last of pipeline stages \[{gone}\]"):
+        delivered([b for b in buckets if b["stage"] != gone])
+    other, theirs = (gone + 1) % num_stages, streams[gone][0]["tensors"]
+    foreign = [
+        {**b, "tensors": [*b["tensors"], *theirs]} if b is streams[other][0] else b for b in buckets
+    ]
+    with pytest.raises(ValueError, match=r"sent twice: .*, by pipeline stages \[\d, \d\]"):
+        delivered(foreign)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"stages 0 to {num_stages - 1}, found one of stage 0 of"):
+        delivered([*buckets[:1], {**buckets[1], "stage": 0, "stages": num_stages + 1}])
+
+
 def test_a_tensor_comes_once_and_in_its_form() -> None:
     first, second, *_ = EXPECTED
     with pytest.raises(ValueError, match=rf"sent twice: \['{first}'\]"):
