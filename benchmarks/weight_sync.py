@@ -9,7 +9,8 @@ random weights (``--layers 0``: the tiny model of the recipes). ``ipc`` has both
 
 - a sync, and then a request for one token: from the pause to the first token;
 - vLLM's own start, update and finish, fed with ready tensors on its device, then such a request;
-- the policy's stream of tensors alone, which nobody reads: gathering and naming;
+- the policy's stream of tensors alone, which nobody reads: gathering and naming, of the whole model
+  on every rank and of each pipeline stage on its own ranks;
 - a plain copy of as many bytes on the device.
 
 With ``broadcast``, afterwards, NCCL's own broadcast of as many bytes.
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ from rltrain.config import Config
 from rltrain.controller.cluster.engines import Engines, engine_spec, get_all_of_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
-from rltrain.controller.weight_sync import WeightSync
+from rltrain.controller.weight_links import Connection, SyncNodes
+from rltrain.controller.weight_sync import Filling, WeightSync
 from rltrain.data.tiny_model import build_random_model
 from rltrain.main import compose
 from rltrain.planning.weight_transport import choose_transport
@@ -54,27 +57,28 @@ Times = dict[str, float]
 class TimedSync(WeightSync):
     """Knows how long its parts took, and how long it asked the policy for buckets meanwhile."""
 
-    def sync(self, dtype: str) -> None:
+    def sync(self, dtype: str) -> dict[str, float]:
         self.parts = dict.fromkeys(("begin_s", "load_s", "finish_s", "policy_s"), 0.0)
-        self.buckets = 0
-        super().sync(dtype)
+        self.buckets = [0] * len(self.policy.stages)
+        return super().sync(dtype)
 
-    def _begin(self, dtype: str, receivers: list[str]) -> Bucket | None:
+    def _begin(self, dtype: str, connection: Connection) -> list[Filling]:
         with self._timed("begin_s"):
-            return super()._begin(dtype, receivers)
+            return super()._begin(dtype, connection)
 
-    def _load(self, bucket: Bucket | None) -> None:
+    def _load(self, first: Sequence[Filling], connection: Connection) -> list[int]:
         with self._timed("load_s"):
-            super()._load(bucket)
+            return super()._load(first, connection)
 
     def _finish(self) -> None:
         with self._timed("finish_s"):
             super()._finish()
 
-    def _next_bucket(self) -> Bucket | None:
+    def _filled(self, filling: Filling) -> Bucket | None:
         with self._timed("policy_s"):
-            bucket = super()._next_bucket()
-        self.buckets += bucket is not None
+            bucket = super()._filled(filling)
+        if bucket is not None:
+            self.buckets[bucket["stage"]] += 1
         return bucket
 
     @contextmanager
@@ -125,16 +129,32 @@ def one_round(sync: TimedSync, config: Config, number: int) -> Times:
     found["vllm_s"], nbytes = ray.get(engine.measure.remote("load_ready"))
     found["vllm_first_token_s"] = found["vllm_s"] + timed(lambda: first_token(engine, number))
     found["device_copy_s"] = ray.get(engine.measure.remote("copy", nbytes))
-    found["gather_and_name_s"] = timed(lambda: stream_alone(sync, config.rollout.dtype))
+    dtype = config.rollout.dtype
+    found["gather_and_name_s"] = timed(lambda: whole_alone(sync, dtype))
+    found["stages_gather_and_name_s"] = timed(lambda: stages_alone(sync, dtype))
     found["bytes"] = float(nbytes)
     return found
 
 
-def stream_alone(sync: TimedSync, dtype: str) -> None:
-    """Every rank takes part, and none of them sends: there is no receiver on its GPU."""
+def whole_alone(sync: TimedSync, dtype: str) -> None:
+    """Every rank gathers the model, and none of them sends: there is no receiver."""
     sync.policy.begin_weight_stream(dtype, "ipc", [])
-    for _ in range(sync.buckets):
-        sync.policy.next_weight_buckets()
+    everyone = list(chain.from_iterable(sync.policy.stages))
+    for _ in range(sum(sync.buckets)):
+        sync.policy.next_weight_buckets(everyone)()
+    sync.policy.end_weight_stream()
+
+
+def stages_alone(sync: TimedSync, dtype: str) -> None:
+    """Every rank gathers the tensors of its pipeline stage, and none of them sends."""
+    sync.policy.begin_weight_stream(dtype, "broadcast", [])
+    filling = [
+        sync.policy.next_weight_buckets(ranks)
+        for ranks, count in zip(sync.policy.stages, sync.buckets, strict=True)
+        for _ in range(count)
+    ]
+    for wait in filling:
+        wait()
     sync.policy.end_weight_stream()
 
 
@@ -150,7 +170,9 @@ def measure(config: Config, path: Path, rounds: int) -> list[Times]:
         say("the engine is ready")
         policy = PolicyGroup(config, str(path), placed)
         say("the policy is ready")
-        sync = TimedSync(policy, Engines([engine], LIMIT_S), transport_of(config, placed))
+        nodes = SyncNodes(placed.policy_nodes, placed.engine_nodes)
+        engines = Engines([engine], LIMIT_S)
+        sync = TimedSync(policy, engines, transport_of(config, placed), nodes)
         found = []
         for number in range(rounds + 1):
             found.append(one_round(sync, config, number))
@@ -220,6 +242,7 @@ def report(result: Result, rounds: list[Times], alone: list[float]) -> None:
     result.ratio(
         "first_token_over_vllm_first_token", over("vllm_first_token_s", "sync_first_token_s")
     )
+    result.ratio("stages_over_whole_gather", over("gather_and_name_s", "stages_gather_and_name_s"))
     result.ratio("sync_over_device_copy", over("device_copy_s", "sync_s"), target=0.1)
     if alone:
         nccl = statistics.median(alone)

@@ -321,7 +321,7 @@ class PolicyWorker(MegatronWorker):
         if transport == "ipc":
             shares = self.device_name() in receivers
             return IpcSender(self.device, BUCKET_BYTES) if shares else None
-        if self._link is None:
+        if self._link is None or not receivers:
             return None
         return BroadcastSender(self._group, self.device, BUCKET_BYTES, self._link.node)
 
