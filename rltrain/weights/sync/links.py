@@ -104,7 +104,7 @@ class BroadcastReceiver:
                 f"weight sync: expected pipeline stage {bucket['stage']} from its sender or in the "
                 f"memory of node {self._node}, found this worker in the groups of stages "
                 f"{sorted(self._groups)} and memory on {sorted(memory)}: every engine joins "
-                "before the first sync [RL4020]"
+                "before the first sync [RL4013]"
             )
         return memory[self._node]
 

@@ -72,7 +72,7 @@ def read_node_memory(path: str, number: int, nbytes: int, timeout_s: float) -> T
         raise ValueError(
             f"weight sync: expected this node's bucket {number} in the memory of a process that "
             f"receives for all of the node, found no {path}: that process has ended, runs as "
-            "another user or is on another node. See the logs of policy and engines [RL4020]"
+            "another user or is on another node. See the logs of policy and engines [RL4013]"
         ) from error
     return buffer
 
@@ -84,7 +84,7 @@ def _wait(path: str, descriptor: int, number: int, timeout_s: float) -> None:
             raise ValueError(
                 f"weight sync: expected bucket {number} in {path} within {timeout_s:g} s, found "
                 f"{f'bucket {found}' if found >= 0 else 'none'}: the process that receives for all "
-                "of this node hangs or is slow. See the logs of policy and engines [RL4020]"
+                "of this node hangs or is slow. See the logs of policy and engines [RL4013]"
             )
         time.sleep(POLL_S)
         Path(path).stat()  # the process still lives
@@ -102,5 +102,5 @@ def _whole(
     while done < len(bytes_):
         moved = move(descriptor, [bytes_[done:]], HEADER + done)
         if moved == 0:
-            raise ValueError(f"weight sync: expected {len(bytes_)} bytes, found {done} [RL4020]")
+            raise ValueError(f"weight sync: expected {len(bytes_)} bytes, found {done} [RL4013]")
         done += moved
