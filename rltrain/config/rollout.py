@@ -92,8 +92,8 @@ class RolloutConfig(Section):
     faster and the start of the engine about one minute longer."""
     weight_transfer: Literal["auto", Transport] = "auto"
     """Transport of the weights from policy to engines. ``ipc``: through the memory of the GPU that
-    both use. ``broadcast``: from a rank of each pipeline stage to all engines, with NCCL on GPUs, and
-    on CPUs with gloo between nodes and shared memory inside a node. ``auto``: ipc if the engines
+    both use. ``broadcast``: from a rank of each pipeline stage to all engines, with NCCL on GPUs,
+    with gloo and shared memory on CPUs. ``auto``: ipc if the engines
     share the GPUs of the policy, else broadcast."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
     kv_cache_gib: Positive = 1
