@@ -44,7 +44,7 @@ from rltrain.rollout.engine import RolloutEngine, has_fp32_head
 from rltrain.rollout.generator import Generator, build_batch, make_requests
 from rltrain.rollout.launch import EngineSpec, RouteCapture, engine_args, environment, folder_config
 from rltrain.rollout.requests import Request
-from rltrain.rollout.route_store import RouteStore
+from rltrain.rollout.route_store import store_here
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.families import read_architecture
 
@@ -124,7 +124,7 @@ class Work:
             max_prompt_tokens=self.prompt_tokens,
             seed=0,
             device="cuda" if torch.cuda.is_available() else "cpu",
-            capture=RouteCapture(shape, RouteStore.remote()) if capture else None,
+            capture=RouteCapture(shape, store_here()) if capture else None,
         )
 
 

@@ -115,10 +115,10 @@ class Memory:
 class Engine:
     """Makes routes up and stores them as a rollout engine does."""
 
-    def __init__(self, size: Size, store: Any) -> None:
+    def __init__(self, size: Size, stores: dict[str, Any]) -> None:
         self._size = size
         blocks = route_blocks(size.pipeline, size.layers, size.shape.moe_layers)
-        self._capture = RouteCapture(size.shape, store, blocks)
+        self._capture = RouteCapture(size.shape, stores, blocks)
         self._rng = np.random.default_rng(0)
         self._peak = 0
 
@@ -272,8 +272,8 @@ def measure(size: Size) -> dict[str, Any]:
     assert size.samples % size.samples_per_call == 0, size
     whole = size.route_bytes(size.samples, size.layers)
     with Nodes.start(max(200 << 20, int(1.3 * whole) + (100 << 20))) as nodes:
-        store = on("A", RouteStore).remote()
-        engine = on("A", ray.remote(Engine)).remote(size, store)
+        stores = {nodes.a.node_ip_address: on("A", RouteStore).remote()}
+        engine = on("A", ray.remote(Engine)).remote(size, stores)
         ray.get(engine.peak.remote())
         batch, controller, engine_found = rollouts(size, engine)
         found = {

@@ -37,7 +37,7 @@ from rltrain.parallel.token_layout import TokenGrid
 from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.launch import RouteCapture
-from rltrain.rollout.route_store import RouteStore, store_routes
+from rltrain.rollout.route_store import store_here, store_routes
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds
 from rltrain.routing.integrity import check_routes
@@ -67,7 +67,7 @@ def measure(size: Size, rounds: int) -> tuple[Hops, dict[str, int]]:
     captured = [made_up(rng, size.tokens, size) for _ in range(size.samples)]
     tokens = torch.randint(0, 50_000, (size.samples, size.tokens))
     blocks = route_blocks(size.pipeline, size.layers, size.shape.moe_layers)
-    capture = RouteCapture(size.shape, RouteStore.remote(), blocks)
+    capture = RouteCapture(size.shape, store_here(), blocks)
     hops, found = Hops(), {"captured": sum(ids.nbytes for ids in captured)}
     for _ in range(rounds + 1):
         refs = from_engine(hops, captured, tokens, size, capture)

@@ -31,8 +31,8 @@ class RouteRef:
     """Reference to the routes of one sample in the object store, with their checksums.
 
     ``blocks[i]`` refers to an array ``[R, block_sizes[i], K]`` of the i-th block of ``layers``. The
-    rows of the sample are ``start_row`` up to ``start_row + rows``. Short samples share an object,
-    because every object costs about a millisecond.
+    rows of the sample are ``start_row`` up to ``start_row + rows``. Short samples may share an
+    object, because every object costs about a millisecond.
 
     Raises:
         ValueError: the blocks do not match the layers, or ``missing`` lies outside the rows.
@@ -54,6 +54,7 @@ class RouteRef:
     blocks: tuple[Any, ...]
     weight_version: int
     producer: str  # e.g. "vLLM 0.30.0"
+    node: str = ""  # address of the node whose store owns the objects
 
     def __post_init__(self) -> None:
         blocks = len(self.blocks), len(self.checksums), len(self.block_sizes)

@@ -63,6 +63,7 @@ class Trainer(Loop):
         self.colocation.to_training(timer, will_sync=self.syncs(step))
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
+            metrics |= step_metrics.link_metrics(batch, self.policy.route_links)
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
             measured, flipped = self.compare_with_native(batch, scored)

@@ -13,6 +13,7 @@ from rltrain.algorithms.sequences import sequence_sum
 from rltrain.batch import Batch
 from rltrain.environments.pool import RewardResult
 from rltrain.policy.types import NO_FLIP, Agreement, Updated
+from rltrain.routing.links import Link
 
 STATS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
 """What the losses of `rltrain.algorithms.losses` measure."""
@@ -100,6 +101,18 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         metrics["routing/bytes_per_token"] = float(row_bytes)
         metrics["routing/host_bytes"] = float(row_bytes * sum(ref.rows for ref in refs))
     return metrics
+
+
+def link_metrics(batch: Batch, links: Mapping[Link, int]) -> dict[str, float]:
+    """What the routes of a step cost the links between nodes: 0 where all is on one node, nothing
+    where there are no routes to bring.
+
+    Args:
+        links: bytes that came over each
+    """
+    if not isinstance(batch.rollout_expert_indices, tuple):
+        return {}
+    return {"routing/bytes_between_nodes": float(sum(links.values()))}
 
 
 def advantage_metrics(advantages: Tensor) -> dict[str, float]:

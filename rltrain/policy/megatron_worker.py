@@ -30,6 +30,7 @@ from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes.micro_batch import MicroBatch, cut
 from rltrain.policy.passes.passes import ModelOnMesh, Objective, Recorder, accumulate
 from rltrain.policy.types import Plan, Updated
+from rltrain.routing.links import FetchedObjects
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.load import load_huggingface
 from rltrain.weights.huggingface.manifest import ManifestEntry
@@ -136,8 +137,9 @@ class MegatronWorker(ABC):
     # Passes
 
     @abstractmethod
-    def begin_step(self, shard: Batch) -> None:
-        """Take this rank's sequences of the step."""
+    def begin_step(self, shard: Batch) -> FetchedObjects | None:
+        """Take this rank's sequences of the step; say what of their routes came from other
+        nodes."""
 
     def _shard(self) -> Batch:
         assert self.shard is not None, "begin_step comes first"

@@ -23,7 +23,7 @@ from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.guards import native_losses
 from rltrain.policy.megatron_worker import MegatronWorker
 from rltrain.policy.offload import PartTensors, parameters_and_buffers
-from rltrain.policy.passes.fetch_routes import fetch_routes
+from rltrain.policy.passes.fetch_routes import fetch_and_count
 from rltrain.policy.passes.micro_batch import MicroBatch
 from rltrain.policy.passes.native_agreement import agree
 from rltrain.policy.passes.passes import ModelOnMesh, Recorded, Recorder, score
@@ -32,6 +32,7 @@ from rltrain.policy.types import Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, route_dtype
 from rltrain.routing.flips import WideFlips, judged_rows, wide_flips
+from rltrain.routing.links import FetchedObjects
 from rltrain.routing.trace import check_refs, check_trace
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.export import write_huggingface
@@ -89,21 +90,29 @@ class PolicyWorker(MegatronWorker):
 
     # One step's sequences
 
-    def begin_step(self, shard: Batch) -> None:
-        """Take this rank's sequences of the step; tokens and routes are checked here."""
+    def begin_step(self, shard: Batch) -> FetchedObjects | None:
+        """Take this rank's sequences of the step; tokens and routes are checked here.
+
+        Returns:
+            What of their routes came from other nodes; None where no reference was to follow.
+        """
         shard.check_tokens(self.arch.vocab_size)
         self.recorded_routes = self._sent_routes = None
         self._deficits = None
         routes = shard.rollout_expert_indices
         self._refs = routes if isinstance(routes, tuple) else ()
+        came = None
         if isinstance(routes, tuple):
             check_refs(routes, shard.tokens.split(shard.seq_lens.tolist()), shard.weight_version)
-            fetched = fetch_routes(routes, self.model.route_layers) if routes else self._no_routes()
+            fetched = self._no_routes()
+            if routes:
+                fetched, came = fetch_and_count(routes, self.model.route_layers)
             shard = shard.with_fields(rollout_expert_indices=torch.from_numpy(fetched))
         elif routes is not None:
             columns = [self.arch.moe_layers.index(layer) for layer in self.model.route_layers]
             shard = shard.with_fields(rollout_expert_indices=routes[:, columns])
         self.shard = shard
+        return came
 
     def _no_routes(self) -> RouteIds:
         """Of a shard without sequences, which a step that trains on few groups may leave."""

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from rltrain.config.rollout import OLDEST_VLLM, RolloutConfig
 from rltrain.config.routing import Fallback
 from rltrain.routing.integrity import RouteShape
+from rltrain.routing.objects import OBJECT_BYTES
 from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT
 
 ROUTE_SCHEDULER = "rltrain.rollout.route_scheduler.route_scheduler"
@@ -27,9 +28,13 @@ class RouteCapture:
     """Shape of the engine's routes, where they are stored, and what happens to malformed rows."""
 
     shape: RouteShape
-    store: ActorHandle  # a RouteStore; who starts engines keeps a handle, or it dies with them
+    stores: Mapping[str, ActorHandle]
+    """The `RouteStore` of each node with an engine, by the node's address. Who starts engines keeps
+    the handles, or the stores die with the engines."""
     block_sizes: tuple[int, ...] | None = None  # layers per object, in order; None: all in one
     fallback: Fallback = "error"
+    object_bytes: int = OBJECT_BYTES
+    """Samples share an object up to this size; 0: each has its own."""
 
     def __post_init__(self) -> None:
         layers = len(self.shape.moe_layers)

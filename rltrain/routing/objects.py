@@ -13,9 +13,10 @@ from rltrain.batch import RouteRef
 from rltrain.routing.codec import RouteIds, encode, route_checksum, route_dtype
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
 
-# Maximum bytes of an object of several samples. It is small, so that a rank that needs one sample
-# fetches little else, and large enough to make the cost per object negligible.
 OBJECT_BYTES = 1 << 20
+"""Maximum bytes of an object of several samples, where one node has all ranks that read it: large
+enough to make the cost per object negligible. Where they are on several nodes, samples share no
+object, so that each node fetches its own sequences and no others."""
 
 
 def pack_routes(
@@ -24,13 +25,18 @@ def pack_routes(
     block_sizes: Sequence[int],
     weight_version: int,
     producer: str,
+    object_bytes: int = OBJECT_BYTES,
 ) -> tuple[list[RouteIds], list[RouteRef]]:
     """The arrays to store, and a reference for each sample. ``blocks`` are indices into the
-    arrays."""
+    arrays.
+
+    Args:
+        object_bytes: see `assign_objects`
+    """
     encoded = [encode(sample.ids, shape.num_experts) for sample in routes]
     itemsize = route_dtype(shape.num_experts).itemsize
     row_bytes = max(block_sizes) * shape.experts_per_token * itemsize
-    places = assign_objects([len(array) for array in encoded], row_bytes)
+    places = assign_objects([len(array) for array in encoded], row_bytes, object_bytes)
     members: dict[int, list[RouteIds]] = {}
     for array, (number, _) in zip(encoded, places, strict=True):
         members.setdefault(number, []).append(array)
@@ -58,15 +64,17 @@ def pack_routes(
     return objects, refs
 
 
-def assign_objects(rows: Sequence[int], bytes_per_row: int) -> list[tuple[int, int]]:
+def assign_objects(
+    rows: Sequence[int], bytes_per_row: int, object_bytes: int = OBJECT_BYTES
+) -> list[tuple[int, int]]:
     """The object of each sample, and its first row there.
 
     Samples keep their order. An object is closed if the next sample would make it larger than
-    ``OBJECT_BYTES``. A sample that is larger has its own object.
+    ``object_bytes``. A sample that is larger has its own object.
     """
     placed, number, filled = [], 0, 0
     for count in rows:
-        if filled and (filled + count) * bytes_per_row > OBJECT_BYTES:
+        if filled and (filled + count) * bytes_per_row > object_bytes:
             number, filled = number + 1, 0
         placed.append((number, filled))
         filled += count

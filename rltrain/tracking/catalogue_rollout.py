@@ -264,6 +264,14 @@ ROUTING = (
     _routing("routing/padded_fraction", "padding rows of an update", "rows that routers see"),
     _routing("routing/bytes_per_token", "bytes of captured routes", "captured rows", "B"),
     _routing("routing/host_bytes", "bytes of the step's routes in the object store", "-", "B"),
+    _routing(
+        "routing/bytes_between_nodes",
+        "bytes of the objects that policy ranks read from stores of other nodes, each counted once "
+        "for a node however many of its ranks read it; 0 where all is on one node",
+        "-",
+        "B",
+        better="lower",
+    ),
 )
 
 

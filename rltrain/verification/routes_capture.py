@@ -8,11 +8,11 @@ import torch
 
 from rltrain.config import Config
 from rltrain.controller.cluster.ray_cluster import cluster
+from rltrain.controller.cluster.route_stores import start_route_stores
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.requests import Request, SamplingParams
-from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
 from rltrain.verification.routes_arguments import TokenSource
 from rltrain.verification.routes_file import Routes
@@ -32,7 +32,7 @@ def capture(model: str, source: TokenSource, dtype: str, out: str) -> int:
     with tempfile.TemporaryDirectory(prefix="rltrain-routes-") as logs:
         config = _config(logs, dtype)
         with cluster(config) as placed:
-            route_capture = RouteCapture(shape, RouteStore.remote())
+            route_capture = RouteCapture(shape, start_route_stores(placed))
             longest = max(map(len, tokens))
             spec = EngineSpec(str(folder), config.rollout, longest, 0, placed.device, route_capture)
             engine, ready = start_engine(spec, **placed.engine_options(0))

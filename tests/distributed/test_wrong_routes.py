@@ -335,6 +335,9 @@ class Held:
 
     array: RouteIds
 
+    def hex(self) -> str:
+        return str(id(self))
+
 
 def _native_routes(worker: Any) -> Tensor:
     worker.begin_step(_batch())

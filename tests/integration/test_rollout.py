@@ -26,7 +26,7 @@ from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.generator import Generator, build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
-from rltrain.rollout.route_store import RouteStore
+from rltrain.rollout.route_store import store_here
 from rltrain.rollout.stop_strings import response_texts
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
@@ -223,7 +223,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     letters().save_pretrained(folder)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    store = RouteStore.remote()
+    store = store_here()
     spec = EngineSpec(str(folder), CONFIG.rollout, 40, 0, "cpu", RouteCapture(SHAPE, store, (1, 1)))
     plain, ready = start_engine(spec)
     staggered = ray.remote(StaggeredEngine).options(num_cpus=0).remote(spec)

@@ -11,7 +11,7 @@ import torch
 
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.launch import RouteCapture
-from rltrain.rollout.route_store import RouteStore, store_routes
+from rltrain.rollout.route_store import store_here, store_routes
 from rltrain.routing.codec import decode
 from rltrain.routing.integrity import RouteShape, check_routes
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def store() -> Iterator[Any]:
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield RouteStore.remote()
+    yield store_here()
     ray.shutdown()
 
 

@@ -13,10 +13,10 @@ from rltrain.actors.failures import AwaitedCall
 from rltrain.config import Config
 from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.cluster.route_stores import start_route_stores
 from rltrain.parallel.layer_map import Pipeline, route_blocks
 from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
-from rltrain.rollout.route_store import RouteStore
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.sync.engine_fp8 import fp8_config
@@ -101,7 +101,7 @@ def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster)
         max_prompt_tokens=config.data.max_prompt_tokens,
         seed=config.trainer.seed,
         device=placed.device,
-        capture=_capture(config, arch),
+        capture=_capture(config, arch, placed),
         trust_remote_code=config.model.trust_remote_code,
         quantization=fp8_config(arch) if config.rollout.quantization == "fp8" else None,
         # For training to have the GPUs, or a fresh engine to compare with.
@@ -145,7 +145,7 @@ def get_all_of_engines(refs: list[Any], method: str, timeout_s: float) -> list[A
     return failures.get_all(refs, AwaitedCall("rollout", method, key), timeout_s)
 
 
-def _capture(config: Config, arch: Architecture) -> RouteCapture | None:
+def _capture(config: Config, arch: Architecture, placed: Cluster) -> RouteCapture | None:
     if not config.routing_replay.capture or arch.num_experts == 0:
         return None
     shape = RouteShape(
@@ -158,7 +158,7 @@ def _capture(config: Config, arch: Architecture) -> RouteCapture | None:
     pipeline = Pipeline.of(config.policy.parallel)
     return RouteCapture(
         shape,
-        RouteStore.remote(),
+        start_route_stores(placed),
         block_sizes=route_blocks(pipeline, arch.num_layers, arch.moe_layers),
         fallback=config.routing_replay.fallback,
     )

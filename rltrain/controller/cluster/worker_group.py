@@ -19,6 +19,7 @@ from rltrain.controller.cluster.rendezvous import rendezvous_file
 from rltrain.data.packing import StepPlan, mini_batch_sizes, plan_step
 from rltrain.policy.actor import ModelActor, Role
 from rltrain.policy.types import Plan, Updated
+from rltrain.routing.links import Link, bytes_by_link
 from rltrain.weights.huggingface.manifest import ManifestEntry
 
 if TYPE_CHECKING:  # the workers' classes import Megatron, which the controller does not need
@@ -38,6 +39,8 @@ class WorkerGroup(Generic[Worker]):
     """Calls every worker at once and puts their answers back in the order of the batch."""
 
     role: ClassVar[Role]
+    route_links: dict[Link, int]
+    """Bytes of routes that came over each link for the last `begin_step`."""
 
     def __init__(self, config: Config, model_path: str, placed: Cluster) -> None:
         self._config = config
@@ -127,7 +130,8 @@ class WorkerGroup(Generic[Worker]):
     # A step
 
     def begin_step(self, batch: Batch) -> None:
-        """Cut the batch over data-parallel ranks and hand every worker its shard."""
+        """Cut the batch over data-parallel ranks and hand every worker its shard. A node gets a
+        shard once, for all its ranks; of routes there are references in it."""
         parallel = self._config.policy.parallel
         self._batch = batch
         self._plan: StepPlan = plan_step(
@@ -139,7 +143,10 @@ class WorkerGroup(Generic[Worker]):
             scoring_tokens=self._config.policy.scoring_tokens,
         )
         shards = [ray.put(batch.select(rows)) for rows in self._plan.shards]
-        self._call_by_rank(lambda worker, rank: worker.begin_step(shards[self._dp_ranks[rank]]))
+        answers = self._call_by_rank(
+            lambda worker, rank: worker.begin_step(shards[self._dp_ranks[rank]])
+        )
+        self.route_links = bytes_by_link(came for came in answers if came is not None)
 
     def _score(self, write: Callable[[Worker, Plan], R | None]) -> list[list[R]]:
         """Have every worker compute on its shard, in scoring's micro-batches.

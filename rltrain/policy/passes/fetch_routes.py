@@ -1,17 +1,29 @@
 """Routes out of the object store, into the process that replays them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
+from rltrain.actors.node import node_address
 from rltrain.batch import RouteRef
 from rltrain.routing.codec import RouteIds
+from rltrain.routing.links import FetchedObjects
 from rltrain.routing.objects import assemble_routes, blocks_of
 
 
 def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> RouteIds:
-    """The routes of some sequences, end to end as in a `Batch`, checked.
+    """As `fetch_and_count`, without the count."""
+    return fetch_and_count(refs, layers)[0]
+
+
+def fetch_and_count(
+    refs: Sequence[RouteRef], layers: Sequence[int]
+) -> tuple[RouteIds, FetchedObjects]:
+    """The routes of some sequences, end to end as in a `Batch`, checked; and what of them lay on
+    other nodes.
 
     The last token of a sequence has no route: its row is zeros and False in ``route_mask``. The
     result is this process's own and the only copy it makes: what lies in the object store is read
@@ -25,10 +37,15 @@ def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> RouteIds:
         uint8 or int16  # [N, len(layers), K]
     Raises:
         ValueError: when an object differs from what its reference says.
+        RuntimeError: when an object is lost with its node, or there is no room for it.
     """
     wanted = [{block: ref.blocks[block] for block in blocks_of(ref, layers)} for ref in refs]
-    unique = list(dict.fromkeys(handle for blocks in wanted for handle in blocks.values()))
-    arrays = dict(zip(unique, ray.get(unique), strict=True))
+    owners = {
+        handle: ref.node
+        for ref, blocks in zip(refs, wanted, strict=True)
+        for handle in blocks.values()
+    }
+    arrays = _get(owners)
     num_rows = sum(ref.rows + 1 for ref in refs)
     routes = np.empty((num_rows, len(layers), refs[0].experts_per_token), dtype=refs[0].dtype)
     start = 0
@@ -38,4 +55,41 @@ def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> RouteIds:
         assemble_routes(ref, held, layers, out=routes[start:last])
         routes[last] = 0
         start = last + 1
-    return routes
+    here = node_address()
+    elsewhere = {
+        handle.hex(): (node, arrays[handle].nbytes)
+        for handle, node in owners.items()
+        if node != here
+    }
+    return routes, FetchedObjects(here, elsewhere)
+
+
+def _get(owners: Mapping[Any, str]) -> dict[Any, RouteIds]:
+    """Each object, by its handle.
+
+    Args:
+        owners: the node of each handle's owner
+    Raises:
+        RuntimeError: naming the node.
+    """
+    handles = list(owners)
+    try:
+        return dict(zip(handles, ray.get(handles), strict=True))
+    except ObjectLostError as error:
+        lost = {handle.hex(): node for handle, node in owners.items()}
+        node = lost.get(error.object_ref_hex, ", ".join(sorted(set(lost.values()))))
+        raise RuntimeError(
+            f"expected {len(handles)} objects of routes, found that the route store of node {node} "
+            f"is gone, and with it the routes that it held ({type(error).__name__}): the node left "
+            "the cluster, or the store's process was killed there. Look at `ray status` and at the "
+            "memory of that node, then start the run again: it goes on from its last checkpoint"
+            " [RL5008]"
+        ) from error
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        raise RuntimeError(
+            f"the object store of node {node_address()} is full, and so is the disk that Ray "
+            f"spills it to: expected room for {len(handles)} objects of routes. Start Ray there "
+            "with a larger --object-store-memory (it lies in /dev/shm), or free disk space below "
+            "its --temp-dir"
+            " [RL5009]"
+        ) from error

@@ -117,7 +117,7 @@ def test_the_head_multiplies_in_fp32_where_the_engine_can() -> None:
 
 
 def test_capture_needs_an_engine_that_has_it() -> None:
-    capturing = replace(SPEC, capture=RouteCapture(SHAPE, store=None))
+    capturing = replace(SPEC, capture=RouteCapture(SHAPE, {}))
     assert chosen_args(capturing)["enable_return_routed_experts"]
     assert "enable_return_routed_experts" not in chosen_args(SPEC)
     with pytest.raises(ValueError, match=r"vllm>=0\.26"):
@@ -134,18 +134,18 @@ def test_old_vllm_is_refused() -> None:
 
 def test_capture_of_a_dense_model_is_refused() -> None:
     with pytest.raises(ValueError, match="no layer with a router"):
-        RouteCapture(replace(SHAPE, moe_layers=()), store=None)
+        RouteCapture(replace(SHAPE, moe_layers=()), {})
 
 
 @pytest.mark.parametrize("block_sizes", [(2,), (2, 2), (0, 3), (4, -1)])
 def test_blocks_must_hold_the_layers(block_sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="sum to the 3 layers"):
-        RouteCapture(SHAPE, None, block_sizes)
+        RouteCapture(SHAPE, {}, block_sizes)
 
 
 def test_blocks_may_be_of_unequal_sizes() -> None:
-    assert RouteCapture(SHAPE, None, (1, 2)).blocks == (1, 2)
-    assert RouteCapture(SHAPE, None).blocks == (3,)
+    assert RouteCapture(SHAPE, {}, (1, 2)).blocks == (1, 2)
+    assert RouteCapture(SHAPE, {}).blocks == (3,)
 
 
 def test_prompts_are_never_cut_on_cpu() -> None:
@@ -201,7 +201,7 @@ def test_a_stop_token_is_in_the_vocabulary(tmp_path: Path) -> None:
 def test_routes_are_sent_once_by_the_versions_that_this_was_read_against(
     version: str, sends_once: bool
 ) -> None:
-    capturing = replace(SPEC, capture=RouteCapture(SHAPE, store=None))
+    capturing = replace(SPEC, capture=RouteCapture(SHAPE, {}))
     assert ("scheduler_cls" in scheduler_args(capturing, version)) is sends_once
     assert scheduler_args(SPEC, version) == {}
 

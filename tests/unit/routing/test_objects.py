@@ -45,7 +45,10 @@ LAYERS = (1, 3, 4, 6, 7, 9)  # dense layers between them
 
 
 def packed(
-    block_sizes: tuple[int, ...], num_experts: int = 256, rows: tuple[int, ...] = (3, 5)
+    block_sizes: tuple[int, ...],
+    num_experts: int = 256,
+    rows: tuple[int, ...] = (3, 5),
+    object_bytes: int = objects.OBJECT_BYTES,
 ) -> tuple[list[RouteIds], list[RouteIds], list[RouteRef]]:
     """The ids of some samples, the objects that hold them, and a reference to each."""
     rng = np.random.default_rng(0)
@@ -53,9 +56,7 @@ def packed(
     ids[0][0, :, 0] = num_experts - 1
     shape = RouteShape(10, LAYERS, num_experts, 2)
     checked = [CheckedRoutes(array, 0, missing=((0, 1),)) for array in ids]
-    arrays, refs = pack_routes(
-        checked, shape, block_sizes, weight_version=7, producer="vLLM 0.30.0"
-    )
+    arrays, refs = pack_routes(checked, shape, block_sizes, 7, "vLLM 0.30.0", object_bytes)
     for array in arrays:
         array.flags.writeable = False  # as they come out of the object store
     return ids, arrays, refs
@@ -89,11 +90,16 @@ def test_only_the_blocks_that_hold_the_layers_are_needed() -> None:
     assert blocks_of(ref, [6]) == [1]
 
 
-def test_samples_in_several_objects_keep_their_blocks_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(objects, "OBJECT_BYTES", 50)
-    ids, arrays, refs = packed((4, 2), rows=(3, 5, 2, 4))
+def test_samples_share_no_object_where_none_is_allowed() -> None:
+    ids, arrays, refs = packed((4, 2), rows=(3, 1, 2), object_bytes=0)
+    assert [ref.blocks for ref in refs] == [(0, 1), (2, 3), (4, 5)]
+    assert [len(arrays[ref.blocks[0]]) for ref in refs] == [3, 1, 2]
+    for sample, ref in zip(ids, refs, strict=True):
+        assert np.array_equal(fetched(ref, arrays, [1, 9]), sample[:, [0, 5]])
+
+
+def test_samples_in_several_objects_keep_their_blocks_apart() -> None:
+    ids, arrays, refs = packed((4, 2), rows=(3, 5, 2, 4), object_bytes=50)
     assert [ref.blocks for ref in refs] == [(0, 1), (2, 3), (4, 5), (4, 5)]
     assert [ref.start_row for ref in refs] == [0, 0, 0, 2]
     for sample, ref in zip(ids, refs, strict=True):
