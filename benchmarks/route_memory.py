@@ -43,6 +43,7 @@ from rltrain.rollout.route_store import RouteStore, store_routes
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, route_dtype, token_checksum
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
+from rltrain.routing.objects import OBJECT_BYTES
 
 MB = 1e6
 
@@ -115,10 +116,12 @@ class Memory:
 class Engine:
     """Makes routes up and stores them as a rollout engine does."""
 
-    def __init__(self, size: Size, stores: dict[str, Any]) -> None:
+    def __init__(
+        self, size: Size, stores: dict[str, Any], object_bytes: int = OBJECT_BYTES
+    ) -> None:
         self._size = size
         blocks = route_blocks(size.pipeline, size.layers, size.shape.moe_layers)
-        self._capture = RouteCapture(size.shape, stores, blocks)
+        self._capture = RouteCapture(size.shape, stores, blocks, object_bytes=object_bytes)
         self._rng = np.random.default_rng(0)
         self._peak = 0
 

@@ -64,6 +64,7 @@ class Trainer(Loop):
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
             metrics |= step_metrics.link_metrics(batch, self.policy.route_links)
+            self.tracker.links(step, "routes", self.policy.route_links)
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
             measured, flipped = self.compare_with_native(batch, scored)

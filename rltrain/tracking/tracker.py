@@ -2,9 +2,9 @@
 
 The files come first, and their errors end the run. Other trackers get copies.
 
-The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, alerts.jsonl,
-outcome.json, report.html and, on GPUs, gpus.csv; the report is written from these and config.yaml
-alone, also when the run failed.
+The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, links.jsonl,
+alerts.jsonl, outcome.json, report.html and, on GPUs, gpus.csv; the report is written from these and
+config.yaml alone, also when the run failed.
 """
 
 import json
@@ -84,6 +84,7 @@ class Tracker:
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
         self._samples = JsonlWriter(run_dir / "samples.jsonl", first_step)
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
+        self._links = JsonlWriter(run_dir / "links.jsonl", first_step)
         self._alerts = JsonlWriter(run_dir / "alerts.jsonl", first_step)
         rows, raised = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "alerts"))
         self._watch = Watch(tracking.alerts, rows, raised)
@@ -133,6 +134,15 @@ class Tracker:
             self._rollouts.write(step, row)
         self._copy_table(step, "rollouts", [_without_tokens(row) for row in rows])
 
+    def links(self, step: int, what: str, by_link: Mapping[tuple[str, str], int]) -> None:
+        """Keep the bytes that went from one node to another, by (from, to).
+
+        Args:
+            what: was sent, e.g. ``routes``
+        """
+        for (source, to), size in by_link.items():
+            self._links.write(step, {"what": what, "from": source, "to": to, "bytes": size})
+
     def _copy_table(self, step: int, table: str, rows: Rows) -> None:
         if rows:
             for copy in self._copies:
@@ -155,6 +165,7 @@ class Tracker:
             stack.callback(self._finish_copies, state_of(error))
             stack.callback(write_outcome, self.run_dir, error)
             stack.callback(self._alerts.close)
+            stack.callback(self._links.close)
             stack.callback(self._rollouts.close)
             stack.callback(self._samples.close)
             stack.callback(self._metrics.close)

@@ -13,7 +13,7 @@ from rltrain.actors.failures import AwaitedCall
 from rltrain.config import Config
 from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
-from rltrain.controller.cluster.route_stores import start_route_stores
+from rltrain.controller.cluster.route_stores import object_bytes, start_route_stores
 from rltrain.parallel.layer_map import Pipeline, route_blocks
 from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
@@ -161,4 +161,5 @@ def _capture(config: Config, arch: Architecture, placed: Cluster) -> RouteCaptur
         start_route_stores(placed),
         block_sizes=route_blocks(pipeline, arch.num_layers, arch.moe_layers),
         fallback=config.routing_replay.fallback,
+        object_bytes=object_bytes(placed.policy_nodes, config.policy.parallel.pp),
     )

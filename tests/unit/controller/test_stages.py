@@ -10,6 +10,7 @@ from rltrain.batch import Batch, RouteRef
 from rltrain.config.routing import RoutingReplayConfig
 from rltrain.controller.stages import check_overlap, with_fallback
 from rltrain.controller.step_metrics import (
+    link_metrics,
     load_metrics,
     mismatch_over_entropy,
     overlap_metrics,
@@ -139,6 +140,14 @@ def test_coverage_is_of_the_rows_that_owe_a_route() -> None:
     assert metrics["routing/coverage"] == 6 / 8
     assert metrics["routing/bytes_per_token"] == 3 * 2 * 2
     assert metrics["routing/host_bytes"] == (5 + 3) * 3 * 2 * 2
+
+
+def test_what_routes_cost_the_links_is_said_of_routes_alone() -> None:
+    batch = batch_missing(3).with_fields(rollout_expert_indices=(route_ref(5), route_ref(3)))
+    links = {("10.0.0.1", "10.0.0.2"): 100, ("10.0.0.1", "10.0.0.3"): 23}
+    assert link_metrics(batch, links) == {"routing/bytes_between_nodes": 123.0}
+    assert link_metrics(batch, {}) == {"routing/bytes_between_nodes": 0.0}
+    assert link_metrics(batch.with_fields(rollout_expert_indices=None), {}) == {}
 
 
 def route_ref(rows: int) -> RouteRef:

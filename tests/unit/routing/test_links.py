@@ -12,7 +12,9 @@ RANKS = st.lists(st.tuples(NODES, st.sets(st.sampled_from(sorted(SIZES)))), max_
 
 
 @given(RANKS)
-def test_an_object_counts_once_on_each_node_that_reads_it(ranks: list[tuple[str, set[str]]]) -> None:
+def test_an_object_counts_once_on_each_node_that_reads_it(
+    ranks: list[tuple[str, set[str]]],
+) -> None:
     fetched = [FetchedObjects(node, {name: SIZES[name] for name in names}) for node, names in ranks]
     links = bytes_by_link(fetched)
     for to in {node for node, _ in ranks}:

@@ -60,6 +60,7 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
             tracker.log(step, {"reward/mean": 0.1})
             tracker.samples(step, [SAMPLE])
             tracker.rollouts(step, [ROLLOUT])
+            tracker.links(step, "routes", {("10.0.0.2", "10.0.0.3"): 4096})
     with _tracker(tmp_path, first_step=1) as tracker:
         assert not (tmp_path / "outcome.json").exists()
         tracker.log(1, {"reward/mean": 0.9})
@@ -67,6 +68,8 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.1), (1, 0.9)]
     assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0]
     assert read_jsonl(tmp_path / "rollouts.jsonl") == [{"step": 0, **ROLLOUT}]
+    link = {"step": 0, "what": "routes", "from": "10.0.0.2", "to": "10.0.0.3", "bytes": 4096}
+    assert read_jsonl(tmp_path / "links.jsonl") == [link]
 
 
 @pytest.mark.parametrize(
