@@ -18,9 +18,10 @@ from ray.exceptions import (
     UnserializableException,
 )
 
-from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process
+from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process, node_of_log, own_log
 from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
 from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
+from rltrain.actors.run_nodes import fetch_logs, lost_node, several_nodes
 from rltrain.config.error_codes import with_code
 from rltrain.config.redact import strip_terminal_codes
 
@@ -34,6 +35,8 @@ CODES = {"raised": "RL4009", "died": "RL4007", "silent": "RL4008"}
 """By kind of failure; an error that has a code of its own keeps it."""
 LOG_NAMES = {"rollout": "engine"}
 """Names of logs that differ from the role."""
+NODE_DIED = "node has died"
+"""What Ray says of an actor on a node that was lost."""
 _KILLS_BEFORE = oom_kills()
 
 
@@ -95,11 +98,30 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
             except RayError as error:
                 raise call_failure(error, call, others=waiting) from error
         if not done:
-            if dead := describe_deaths(began):
-                raise ActorFailed("died", str(call), dead[0])
+            check_others(call, began)
             if left <= 0:
                 raise timeout_failure(call, len(waiting), len(refs), timeout_s)
     return [answers[ref] for ref in refs]
+
+
+def check_others(call: AwaitedCall, since: float) -> None:
+    """
+    Raises:
+        ActorFailed: a node of the run was lost, or another actor has died since then, in seconds
+            since 1970.
+    """
+    check_nodes(call)
+    if dead := describe_deaths(since):
+        raise ActorFailed("died", str(call), dead[0])
+
+
+def check_nodes(call: AwaitedCall) -> None:
+    """
+    Raises:
+        ActorFailed: a node of the run was lost.
+    """
+    if lost := lost_node():
+        raise ActorFailed("died", str(call), lost)
 
 
 def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ()) -> ActorFailed:
@@ -119,6 +141,9 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
                 break
             except RayError:
                 continue
+    fetch_logs()
+    if lost := lost_node():
+        return ActorFailed("died", str(call), lost)
     if isinstance(error, RayTaskError):
         return ActorFailed("raised", str(call), _raised(call.role, error))
     if isinstance(error, UnserializableException):  # of a class that is unknown here, say
@@ -136,13 +161,14 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
 def _raised(role: str, error: RayTaskError) -> str:
     cause, text = error.cause, strip_terminal_codes(str(error.cause))
     # Ray mixes the class of the error with that of the cause, which has no field for the pid.
-    pid = re.search(r"\(pid=(\d+), ip=", strip_terminal_codes(str(error)))
-    log = find_log(int(pid[1])) if pid else None
+    place = re.search(r"\(pid=(\d+), ip=([^,)\s]+)", strip_terminal_codes(str(error)))
+    log = find_log(int(place[1]), place[2]) if place else None
+    who = f"{name_of_log(log, place[2])}: " if place and log and several_nodes() else ""
     if isinstance(cause, ChildDied):
-        return text
+        return who + text
     message = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
     remedy = out_of_memory(role, message)
-    return f"{message}{remedy}" + (f"\nFull log: {log}" if log is not None else "")
+    return f"{who}{message}{remedy}" + (f"\nFull log: {log}" if log is not None else "")
 
 
 def out_of_memory(role: str, error: str) -> str:
@@ -163,7 +189,8 @@ def _death(role: str, error: RayActorError) -> str:
         cause = last_error(f"Traceback (most recent call last):\n{text}")
         return f"an actor could not be created: {cause.text if cause else text}"
     pid = re.search(r"^\tpid: (\d+)$", text, re.MULTILINE)
-    return describe_death(role, int(pid[1]) if pid else 0, text)
+    node = re.search(r"^\tip: (\S+)$", text, re.MULTILINE)
+    return describe_death(role, int(pid[1]) if pid else 0, text, node[1] if node else None)
 
 
 def timeout_failure(call: AwaitedCall, missing: int, asked: int, timeout_s: float) -> ActorFailed:
@@ -172,6 +199,9 @@ def timeout_failure(call: AwaitedCall, missing: int, asked: int, timeout_s: floa
     Args:
         missing: how many of the ``asked`` actors did not answer
     """
+    fetch_logs()
+    if lost := lost_node():
+        return ActorFailed("died", str(call), lost)
     return ActorFailed(
         "silent",
         str(call),
@@ -184,7 +214,11 @@ def _last_lines(role: str) -> str:
     """The last line of each actor's log."""
     folder = os.environ.get(FOLDER)
     files = sorted(Path(folder).glob(f"{LOG_NAMES.get(role, role)}-*.log")) if folder else []
-    lines = [f"\n{file.name}: {last_line(file.read_text(errors='replace'))}" for file in files]
+    texts = {file: file.read_text(errors="replace") for file in files}
+    lines = [
+        f"\n{file.name}{_on_node(node_of_log(text))}: {last_line(text)}"
+        for file, text in texts.items()
+    ]
     return "".join(lines)
 
 
@@ -200,27 +234,51 @@ def describe_deaths(since: float) -> list[str]:
         for actor in state.actors(job_id=job, actor_state_name="DEAD").values()
         if actor["EndTime"] >= 1000 * since
     ]
-    return [
-        describe_death(actor["ActorClassName"], actor["Pid"], context.error_message)
+    by_itself = [
+        (actor, context)
         for actor, context in sorted(dead, key=lambda death: death[0]["EndTime"])
-        if context.reason == ActorDiedErrorContext.WORKER_DIED
+        if context.reason in (ActorDiedErrorContext.WORKER_DIED, ActorDiedErrorContext.NODE_DIED)
+    ]
+    if by_itself:
+        fetch_logs()
+    return [
+        describe_death(
+            actor["ActorClassName"],
+            actor["Pid"],
+            context.error_message,
+            actor["Address"]["IPAddress"],
+        )
+        for actor, context in by_itself
     ]
 
 
-def describe_death(role: str, pid: int, ray_message: str) -> str:
+def describe_death(role: str, pid: int, ray_message: str, node: str | None = None) -> str:
     """The death of an actor, with the error that its log shows.
 
     Args:
         role: the kind of actor, for one that has no log
         ray_message: what Ray reports
+        node: where it was
     """
-    log = find_log(pid)
-    written = log_of_process(log.read_text(errors="replace"), pid) if log is not None else ""
+    log = find_log(pid, node)
+    written = log_of_process(log.read_text(errors="replace"), pid, node) if log is not None else ""
     code = re.search(r"exit code -?\d+", ray_message)
     ended = "SIGTERM" if "receives a SIGTERM" in ray_message else code[0] if code else ""
-    name = actor_name(log.stem) if log is not None else f"an actor of {role}"
+    name = name_of_log(log, node) if log is not None else f"an actor of {role}{_on_node(node)}"
+    if NODE_DIED in ray_message:
+        last = f' The last line of its log: "{last_line(written)}".' if written else ""
+        return f"{name} (process {pid}) died with its node: see `ray status`.{last} [RL4020]"
     error = describe_last_error(written, ended)
     return f"{name} (process {pid}) died. {error} Full log: {log or _logs()}"
+
+
+def name_of_log(log: Path, node: str | None) -> str:
+    """The actor of a log, with its node where the run has more than one."""
+    return actor_name(log.stem) + _on_node(node)
+
+
+def _on_node(node: str | None) -> str:
+    return f" on node {node}" if node and several_nodes() else ""
 
 
 def actor_name(stem: str) -> str:
@@ -236,12 +294,11 @@ def child_failure(event: str, codes: Mapping[str, int | None]) -> ChildDied:
         event: which processes died, and when
         codes: their exit codes by name; a negative code is a signal
     """
-    file = Path(os.environ.get(LOG, ""))
-    written = (
-        log_of_process(file.read_text(errors="replace"), os.getpid()) if file.is_file() else ""
-    )
+    file = own_log()
+    text = file.read_text(errors="replace") if file is not None and file.is_file() else ""
+    written = log_of_process(text, os.getpid())
     ended = [Signals(-n).name if n < 0 else f"exit code {n}" for n in codes.values() if n]
-    log = f" Full log: {file}" if file.is_file() else ""
+    log = f" Full log: {os.environ[LOG]}" if text else ""
     return ChildDied(f"{event}. {describe_last_error(written, ended[0] if ended else '')}{log}")
 
 

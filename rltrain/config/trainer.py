@@ -70,6 +70,9 @@ class ClusterConfig(Section):
     """The same for an engine."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
+    node_timeout_s: Annotated[float, Field(ge=5)] = 30.0
+    """How long a node of the cluster may be silent. Then the run ends with an error that names it,
+    and the node ends what is left of the run there."""
 
     @model_validator(mode="after")
     def gpus_are_for_cuda(self) -> Self:

@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from rltrain.actors.failures import AwaitedCall, get_all, timeout_failure
+from rltrain.actors.failures import AwaitedCall, check_nodes, get_all, timeout_failure
+from rltrain.actors.run_nodes import lost_node
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 
 QUEUED = 2
@@ -79,6 +80,7 @@ class Dispatcher:
                     yield call, rollouts
                 if not ready:
                     for engine in {one.engine for one in running.values()}:
+                        check_nodes(_wait(engine, step))
                         if time.monotonic() - last_answer[engine] > self._timeout_s:
                             raise timeout_failure(_wait(engine, step), 1, 1, self._timeout_s)
                     yield None
@@ -104,7 +106,8 @@ class Dispatcher:
         refs = [self.engines[engine].abort.remote(calls) for engine, calls in names.items()]
         if refs:
             refs += running
-            ray.wait(refs, num_returns=len(refs), timeout=ABORT_S)
+            limit = 0.0 if lost_node() else ABORT_S
+            ray.wait(refs, num_returns=len(refs), timeout=limit)
 
 
 def _wait(engine: int, step: int) -> AwaitedCall:

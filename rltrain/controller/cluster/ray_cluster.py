@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
 from rltrain.config import Config
+from rltrain.controller.cluster.nodes import Nodes, with_agents
 from rltrain.controller.cluster.ray_nodes import read_nodes
 from rltrain.controller.cluster.ray_start import HostState, check_address, start_failure
 from rltrain.controller.cluster.reservation import Reservation, in_bundle, reserve
@@ -43,6 +44,10 @@ class Cluster:
     """What is kept for the run; None on the CPUs of one machine, of which all ranks share all."""
     logs: Path | None = None
     """The folder of the actors' logs (`rltrain.actors.actor_log`); None: Ray's own."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of every actor."""
+    on_nodes: Nodes = field(default_factory=Nodes)
+    """Calls functions on the nodes."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -101,7 +106,9 @@ class Cluster:
         if node in self.node_ids:
             affinity = NodeAffinitySchedulingStrategy(self.node_ids[node], soft=False)
             options["scheduling_strategy"] = affinity
-        env = {} if log is None or self.logs is None else {LOG: str(self.logs / f"{log}.log")}
+        env = dict(self.environment)
+        if log is not None and self.logs is not None:
+            env[LOG] = str(self.logs / f"{log}.log")
         return {**options, "runtime_env": {"env_vars": env}}
 
     def _options(self, slots: Sequence[Slot], env: dict[str, str], log: str) -> dict[str, Any]:
@@ -109,7 +116,7 @@ class Cluster:
         may see the same ones, and so leaves ``CUDA_VISIBLE_DEVICES`` as it is set here."""
         node = slots[0].node
         options = self.actor_on(node, log)
-        env = {**env, **options["runtime_env"]["env_vars"]}
+        env = {**options["runtime_env"]["env_vars"], **env}
         if self.reserved is not None:
             bundle = self.nodes.index(node)
             options["scheduling_strategy"] = in_bundle(self.reserved.bundles, bundle)
@@ -135,7 +142,9 @@ def cluster(config: Config) -> Iterator[Cluster]:
         logs.mkdir(exist_ok=True)
         os.environ[FOLDER] = str(logs)
         try:
-            yield replace(placed_cluster(config), logs=logs)
+            placed = replace(placed_cluster(config), logs=logs)
+            with with_agents(config, placed) as placed:
+                yield placed
         finally:
             os.environ.pop(FOLDER, None)
 

@@ -1,0 +1,175 @@
+"""The nodes of a run: an agent on each, what is called there, and that all of them are alive."""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from rltrain.actors.actor_log import token_file
+from rltrain.actors.node_agent import Agent, Watched
+from rltrain.actors.run_nodes import nodes_known
+from rltrain.actors.run_processes import RUN, end_processes
+from rltrain.config import Config
+from rltrain.controller.cluster.heartbeat import Heartbeat
+from rltrain.planning.nodes import LOCAL
+
+if TYPE_CHECKING:  # it holds the nodes
+    from rltrain.controller.cluster.ray_cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LAST_LOGS_S = 10.0
+"""How long the end of a run waits for the last lines of the logs on other nodes."""
+GRACE = 1.5
+"""An agent ends the run on its node after this many times ``cluster.node_timeout_s``, when the
+controller has given it up."""
+
+
+class Nodes:
+    """Runs functions on the nodes of a run.
+
+    A run that started its own Ray has no agents: its one node is this machine, and functions run in
+    this process.
+
+    Args:
+        agents: by the node's address; none without a cluster
+    """
+
+    def __init__(self, agents: Mapping[str, Any] | None = None) -> None:
+        self.agents = dict(agents or {})
+        self.addresses = tuple(self.agents) or (LOCAL,)
+
+    def call(self, node: str, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
+        """``function(*args)`` on one node; see `call_all`."""
+        return self.call_some({node: args}, function, timeout_s=timeout_s)[node]
+
+    def call_all(self, function: Callable[..., T], *args: Any, timeout_s: float) -> dict[str, T]:
+        """``function(*args)`` on every node at once; results by node.
+
+        Args:
+            function: of a module of rltrain, so that a node can import it
+
+        Raises:
+            RuntimeError: a node did not answer in ``timeout_s``, or is dead.
+            Exception: as the function raised it.
+        """
+        return self.call_some(dict.fromkeys(self.addresses, args), function, timeout_s=timeout_s)
+
+    def call_some(
+        self, args: Mapping[str, Sequence[Any]], function: Callable[..., T], *, timeout_s: float
+    ) -> dict[str, T]:
+        """``function(*args[node])`` on these nodes at once; as `call_all`."""
+        if not self.agents:
+            return {node: function(*given) for node, given in args.items()}
+        refs = {
+            node: self.agents[node].call.remote(function, *given) for node, given in args.items()
+        }
+        return _answers(refs, function.__name__, timeout_s)
+
+
+def _answers(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+    missing = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)[1]
+    if silent := [node for node, ref in refs.items() if ref in missing]:
+        raise RuntimeError(
+            f"expected an answer of every node to {what} within {timeout_s:g} s, and "
+            f"{', '.join(silent)} did not answer: see `ray status` and the load of the machine, or "
+            "raise cluster.start_timeout_s [RL4022]"
+        )
+    try:
+        return {node: ray.get(ref) for node, ref in refs.items()}
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from error
+    except RayError as error:
+        raise RuntimeError(f"{what}: a node was lost: {error} [RL4020]") from error
+
+
+@contextmanager
+def with_agents(config: Config, placed: "Cluster") -> Iterator["Cluster"]:
+    """``placed`` with an agent on each of its nodes, if the run joined a cluster.
+
+    Raises:
+        RuntimeError: a node does not answer.
+    """
+    if config.cluster.address is None:
+        yield placed
+        return
+    logs = placed.logs
+    assert logs is not None
+    placed = replace(placed, environment={**placed.environment, RUN: secrets.token_hex(6)})
+    with running_agents(
+        {node: placed.actor_on(node) for node in placed.nodes},
+        run=placed.environment[RUN],
+        logs=logs,
+        start_timeout_s=config.cluster.start_timeout_s,
+        node_timeout_s=config.cluster.node_timeout_s,
+    ) as nodes:
+        yield replace(placed, on_nodes=nodes)
+
+
+@contextmanager
+def running_agents(
+    options: Mapping[str, Mapping[str, Any]],
+    *,
+    run: str,
+    logs: Path,
+    start_timeout_s: float,
+    node_timeout_s: float,
+) -> Iterator[Nodes]:
+    """Start an agent on each node, and hear from all of them within.
+
+    When the block ends, the last lines of the logs are here, and the processes of the run and what
+    they logged are removed from the nodes.
+
+    Args:
+        options: of the actor that is pinned to a node, by the node's address
+        run: the token of the run, which all its actors have in their environment
+        start_timeout_s, node_timeout_s: as in ``cluster``
+    """
+    token = logs / token_file(run)
+    token.touch()
+    watched = Watched(run, str(logs), GRACE * node_timeout_s)
+    agents = {
+        node: Agent.options(**chosen).remote(node, watched) for node, chosen in options.items()
+    }
+    try:
+        began = time.monotonic()
+        refs = {node: agent.start.remote() for node, agent in agents.items()}
+        _answers(refs, "the start of its agent", start_timeout_s)
+        logger.info("%d node agents run, after %.1f s", len(agents), time.monotonic() - began)
+        heartbeat = Heartbeat(agents, logs, node_timeout_s)
+        nodes = Nodes(agents)
+        with nodes_known(heartbeat):
+            try:
+                yield nodes
+            finally:
+                _end(nodes, heartbeat, run)
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _end(nodes: Nodes, heartbeat: Heartbeat, run: str) -> None:
+    """End what is left of the run on the nodes that answer, and bring their logs."""
+    lost = heartbeat.lost_nodes()
+    reached = {node: agent for node, agent in nodes.agents.items() if node not in lost}
+    killed = [agent.call.remote(end_processes, run) for agent in reached.values()]
+    if killed:
+        ray.wait(killed, num_returns=len(killed), timeout=LAST_LOGS_S)
+    incomplete = [*lost, *heartbeat.fetch(LAST_LOGS_S)]
+    heartbeat.stop()
+    done = [agent.remove_logs.remote() for node, agent in reached.items() if node not in incomplete]
+    if done:
+        ray.wait(done, num_returns=len(done), timeout=LAST_LOGS_S)
+    if incomplete:
+        logger.warning(
+            "the last lines of the logs of %s are not here: see /tmp/rltrain-%s-* there",
+            ", ".join(incomplete),
+            run,
+        )
