@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rltrain.actors.actor_log import token_file
 from rltrain.actors.node_agent import Agent, Watched
-from rltrain.actors.run_nodes import nodes_known
+from rltrain.actors.run_nodes import lost_node, nodes_known
 from rltrain.actors.run_processes import RUN, end_processes
 from rltrain.config import Config
 from rltrain.controller.cluster.heartbeat import Heartbeat
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # it holds the nodes
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+POLL_S = 2.0
 LAST_LOGS_S = 10.0
 """How long the end of a run waits for the last lines of the logs on other nodes."""
 GRACE = 1.5
@@ -76,7 +77,11 @@ class Nodes:
 
 
 def _answers(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-    missing = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)[1]
+    end, missing = time.monotonic() + timeout_s, list(refs.values())
+    while missing and (left := end - time.monotonic()) > 0:
+        missing = ray.wait(missing, num_returns=len(missing), timeout=min(left, POLL_S))[1]
+        if lost := lost_node():
+            raise RuntimeError(f"{what}: {lost}")
     if silent := [node for node, ref in refs.items() if ref in missing]:
         raise RuntimeError(
             f"expected an answer of every node to {what} within {timeout_s:g} s, and "
