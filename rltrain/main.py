@@ -40,6 +40,7 @@ from rltrain.config.recipe_file import (
     no_override,
     split_recipe_file,
 )
+from rltrain.config.redact import redacted
 from rltrain.config.saved_config import save_config, save_recipe
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def train(
     try:
         config = compose(overrides, config_dir)
         if show:
-            sys.stdout.write(OmegaConf.to_yaml(config.model_dump(mode="json")))
+            sys.stdout.write(OmegaConf.to_yaml(redacted(config.model_dump(mode="json"))))
             return 0
         from rltrain.controller.checks.preflight import preflight
 

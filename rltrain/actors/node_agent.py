@@ -21,6 +21,7 @@ import ray
 
 from rltrain.actors.actor_log import local_folder, sees_run_folder
 from rltrain.actors.log_pieces import LogPiece, read_pieces
+from rltrain.actors.process_start import begin_process
 from rltrain.actors.run_processes import end_processes
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class NodeAgent:
     _sources: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        begin_process()
         # Where the node sees the run's folder, there is nothing to send.
         shared = sees_run_folder(self.watched.logs, self.watched.run)
         self._folder = None if shared else local_folder(self.watched.run)

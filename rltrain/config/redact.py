@@ -1,7 +1,7 @@
 """Removes secrets and terminal codes from text that is written to disk or sent to a server."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 REDACTED = "[redacted]"
@@ -20,6 +20,20 @@ SHORTEST = 8
 """Minimum characters of a secret in the environment. Shorter values occur inside other words."""
 
 
+_known: list[str] = []
+"""Secrets that are not in this process's environment."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key or variable holds a secret, by its name."""
+    return bool(SECRET_KEY.search(name) and not SPECIAL_TOKEN.search(name))
+
+
+def remember_secrets(values: Iterable[str]) -> None:
+    """Remove these from every text from now on."""
+    _known.extend(value for value in values if len(value) >= SHORTEST)
+
+
 def strip_terminal_codes(text: str) -> str:
     """``text`` without terminal codes. Of a line with carriage returns the last part is kept."""
     lines = _ANSI.sub("", text).replace("\r\n", "\n").split("\n")
@@ -34,13 +48,16 @@ def escape_control(text: str) -> str:
 def redacted_text(text: str, environment: Mapping[str, str]) -> str:
     """``text`` without secrets and terminal codes.
 
-    Secrets are the values of environment variables with secret-looking names, values assigned to
-    such names in the text, and logins in URLs.
+    Secrets are the values of environment variables with secret-looking names, what
+    `remember_secrets` was given, values assigned to such names in the text, and logins in URLs.
     """
     text = strip_terminal_codes(text)
     for name, value in environment.items():
         if SECRET_KEY.search(name) and len(value) >= SHORTEST:
             text = text.replace(value, REDACTED)
+
+    for value in _known:
+        text = text.replace(value, REDACTED)
 
     def assigned(match: re.Match[str]) -> str:
         name, between, value = match.groups()
@@ -57,6 +74,6 @@ def redacted(value: Any, key: str = "") -> Any:
         return [redacted(item, key) for item in value]
     if not isinstance(value, str):
         return value
-    if SECRET_KEY.search(key) and not SPECIAL_TOKEN.search(key):
+    if is_secret(key):
         return REDACTED
     return URL_LOGIN.sub(REDACTED, value)

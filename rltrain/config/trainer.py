@@ -1,10 +1,11 @@
 """The training loop, its outputs and the machines that it runs on."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rltrain.config.base import NotEmpty, Section
+from rltrain.config.environment import check_env
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -73,6 +74,17 @@ class ClusterConfig(Section):
     node_timeout_s: Annotated[float, Field(ge=5)] = 30.0
     """How long a node of the cluster may be silent. Then the run ends with an error that names it,
     and the node ends what is left of the run there."""
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Environment variables of every worker and engine and their child processes, on all nodes.
+    In a cluster they also get those of the driver whose names begin with ``NCCL_``, ``GLOO_``,
+    ``HF_``, ``VLLM_`` or ``TOKENIZERS_``. Secrets such as ``HF_TOKEN`` are best left to the
+    driver's environment: no file of the run or of Ray holds them."""
+
+    @field_validator("env")
+    @classmethod
+    def env_leaves_our_own_alone(cls, env: dict[str, Any]) -> dict[str, Any]:
+        check_env(env)
+        return env
 
     @model_validator(mode="after")
     def gpus_are_for_cuda(self) -> Self:

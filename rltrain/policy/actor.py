@@ -8,7 +8,7 @@ import logging
 import os
 from typing import Any, Literal
 
-from rltrain.actors.actor_log import redirect_output
+from rltrain.actors.process_start import begin_process
 from rltrain.config import Config
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class ModelActor:
         model_path: str,
         device: str,
     ) -> None:
-        redirect_output()
+        begin_process()
         self._role = role
         self._arguments = config, rank, init_method, model_path, device
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from rltrain.actors.actor_log import redirect_output
 from rltrain.actors.failures import child_failure
+from rltrain.actors.process_start import begin_process
 from rltrain.batch import RouteRef
 from rltrain.rollout.completion import (
     check_length,
@@ -66,7 +66,7 @@ class RolloutEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        redirect_output()
+        begin_process()
         self._spec = spec
         self._weight_version = 0
         self._syncing = False

@@ -52,7 +52,7 @@ def two_nodes(port: int, env: Mapping[str, str] | None = None) -> Iterator[TwoNo
     private = folder / "private"
     private.mkdir()
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    common = ["--num-cpus=4", "--object-store-memory=200000000"]
+    common = ["--num-cpus=1", "--object-store-memory=200000000"]
     started = []
 
     def start(name: str, command: Sequence[str], more: Mapping[str, str]) -> Process:

@@ -79,7 +79,10 @@ def check_engines(config: Config, model: Architecture) -> None:
     if config.routing_replay.capture:
         check_capture_version(name, version)
         check_capture_options(
-            config.rollout.engine_args, os.environ, device(config.cluster), version
+            config.rollout.engine_args,
+            {**os.environ, **{name: str(value) for name, value in config.cluster.env.items()}},
+            device(config.cluster),
+            version,
         )
 
 

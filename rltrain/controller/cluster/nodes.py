@@ -1,6 +1,7 @@
 """The nodes of a run: an agent on each, what is called there, and that all of them are alive."""
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +15,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from rltrain.actors.actor_log import token_file
 from rltrain.actors.node_agent import Agent, Watched
+from rltrain.actors.process_start import secrets_kept
 from rltrain.actors.run_nodes import lost_node, nodes_known
 from rltrain.actors.run_processes import RUN, end_processes
 from rltrain.config import Config
+from rltrain.config.environment import actor_environment
+from rltrain.config.redact import REDACTED, remember_secrets
 from rltrain.controller.cluster.heartbeat import Heartbeat
 from rltrain.planning.nodes import LOCAL
 
@@ -98,25 +102,41 @@ def _answers(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
 
 @contextmanager
 def with_agents(config: Config, placed: "Cluster") -> Iterator["Cluster"]:
-    """``placed`` with an agent on each of its nodes, if the run joined a cluster.
+    """``placed`` with the environment of its actors and, if the run joined a cluster, with an agent
+    on each of its nodes.
 
     Raises:
         RuntimeError: a node does not answer.
+        ValueError: a secret is missing.
     """
-    if config.cluster.address is None:
-        yield placed
-        return
-    logs = placed.logs
-    assert logs is not None
-    placed = replace(placed, environment={**placed.environment, RUN: secrets.token_hex(6)})
-    with running_agents(
-        {node: placed.actor_on(node) for node in placed.nodes},
-        run=placed.environment[RUN],
-        logs=logs,
-        start_timeout_s=config.cluster.start_timeout_s,
-        node_timeout_s=config.cluster.node_timeout_s,
-    ) as nodes:
-        yield replace(placed, on_nodes=nodes)
+    joined = config.cluster.address is not None
+    environment = actor_environment(config.cluster.env, os.environ, joined=joined)
+    _check_secrets(environment.secret)
+    remember_secrets(environment.secret.values())
+    with secrets_kept(environment.secret) as key:
+        placed = replace(placed, environment={**environment.plain, **key})
+        if not joined:
+            yield placed
+            return
+        logs = placed.logs
+        assert logs is not None
+        placed = replace(placed, environment={**placed.environment, RUN: secrets.token_hex(6)})
+        with running_agents(
+            {node: placed.actor_on(node) for node in placed.nodes},
+            run=placed.environment[RUN],
+            logs=logs,
+            start_timeout_s=config.cluster.start_timeout_s,
+            node_timeout_s=config.cluster.node_timeout_s,
+        ) as nodes:
+            yield replace(placed, on_nodes=nodes)
+
+
+def _check_secrets(secret: Mapping[str, str]) -> None:
+    if missing := [name for name, value in secret.items() if value == REDACTED]:
+        raise ValueError(
+            f"cluster.env.{missing[0]}: the run's folder does not keep secrets, so its value is "
+            f"{REDACTED}: give it again, or export {missing[0]} before the start [RL1003]"
+        )
 
 
 @contextmanager
