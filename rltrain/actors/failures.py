@@ -21,7 +21,7 @@ from ray.exceptions import (
 from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process, node_of_log, own_log
 from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
 from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
-from rltrain.actors.run_nodes import fetch_logs, lost_node, several_nodes
+from rltrain.actors.run_nodes import fetch_logs, lost_node, memory_of, several_nodes
 from rltrain.config.error_codes import with_code
 from rltrain.config.redact import strip_terminal_codes
 
@@ -268,7 +268,7 @@ def describe_death(role: str, pid: int, ray_message: str, node: str | None = Non
     if NODE_DIED in ray_message:
         last = f' The last line of its log: "{last_line(written)}".' if written else ""
         return f"{name} (process {pid}) died with its node: see `ray status`.{last} [RL4020]"
-    error = describe_last_error(written, ended)
+    error = describe_last_error(written, ended, node)
     return f"{name} (process {pid}) died. {error} Full log: {log or _logs()}"
 
 
@@ -302,12 +302,13 @@ def child_failure(event: str, codes: Mapping[str, int | None]) -> ChildDied:
     return ChildDied(f"{event}. {describe_last_error(written, ended[0] if ended else '')}{log}")
 
 
-def describe_last_error(written: str, ended: str) -> str:
+def describe_last_error(written: str, ended: str, node: str | None = None) -> str:
     """Sentences about the error of a process that died.
 
     Args:
         written: its log
         ended: ``exit code 3``, ``SIGKILL``; "" where it is not known
+        node: where it was, if that may be another machine
     """
     error = last_error(written, within=None if ended.startswith("exit code") else NEAR_THE_END)
     if error is not None and ended != "SIGKILL":
@@ -316,8 +317,8 @@ def describe_last_error(written: str, ended: str) -> str:
     last = f' The last line of its log: "{line}".' if line else ""
     if ended in ("SIGKILL", ""):
         end = "It was killed (SIGKILL)" if ended else "It was killed, or ended at once,"
-        memory = describe_kill(oom_kills() - _KILLS_BEFORE, describe_memory())
-        return f"{end} and left no error. {memory}.{last}"
+        kills, memory = memory_of(node) or (oom_kills() - _KILLS_BEFORE, describe_memory())
+        return f"{end} and left no error. {describe_kill(kills, memory)}.{last}"
     return f"It ended with {ended} and left no error.{last}"
 
 

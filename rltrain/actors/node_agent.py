@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 
 from rltrain.actors.actor_log import local_folder, sees_run_folder
+from rltrain.actors.host_memory import describe_memory, oom_kills
 from rltrain.actors.log_pieces import LogPiece, read_pieces
 from rltrain.actors.process_start import begin_process
 from rltrain.actors.run_processes import end_processes
@@ -50,6 +51,8 @@ class Beat(NamedTuple):
     pieces: list[LogPiece]
     taken: dict[str, Any]
     """By name of a source, see `NodeAgent.add_source`."""
+    memory: tuple[int, str]
+    """See `RunNodes.memory_of`."""
 
 
 @dataclass
@@ -64,6 +67,7 @@ class NodeAgent:
     watched: Watched
     _heard: float = math.inf
     """When the controller was heard last; it is waited for from the first time on."""
+    _kills_before: int = field(default_factory=oom_kills)
     _sources: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +97,8 @@ class NodeAgent:
         """
         self._heard = time.monotonic()
         pieces = [] if self._folder is None else read_pieces(self._folder, at)
-        return Beat(pieces, {name: take() for name, take in self._sources.items()})
+        taken = {name: take() for name, take in self._sources.items()}
+        return Beat(pieces, taken, (oom_kills() - self._kills_before, describe_memory()))
 
     def remove_logs(self) -> None:
         """The controller has all of them."""

@@ -23,6 +23,10 @@ class RunNodes(Protocol):
         """Bring all that the logs have now. Returns the nodes that did not answer within the
         limit; those lost before are not waited for."""
 
+    def memory_of(self, node: str) -> tuple[int, str] | None:
+        """How many processes the kernel has killed there for lack of memory, and its memory in
+        words; None where that is not known."""
+
     def settle(self, nodes: list[str]) -> None:
         """Wait until each of the nodes has answered or is lost."""
 
@@ -47,6 +51,12 @@ def several_nodes() -> bool:
 def lost_node() -> str | None:
     """See `RunNodes.lost`."""
     return next((text for nodes in _current if (text := nodes.lost())), None)
+
+
+def memory_of(node: str | None) -> tuple[int, str] | None:
+    """See `RunNodes.memory_of`; None also in a run on one machine."""
+    known = (nodes.memory_of(node) for nodes in _current if node is not None)
+    return next((memory for memory in known if memory is not None), None)
 
 
 def fetch_logs() -> None:

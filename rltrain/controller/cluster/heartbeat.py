@@ -33,6 +33,8 @@ class _Node:
     """When the question that has no answer yet was sent."""
     complete: float = 0.0
     """All that was written before this time is here."""
+    memory: tuple[int, str] | None = None
+    """See `RunNodes`."""
     lost: str = ""
     """Why nothing more is expected of it."""
 
@@ -70,6 +72,10 @@ class Heartbeat:
 
     def lost_nodes(self) -> list[str]:
         return [address for address, node in self._nodes.items() if node.lost]
+
+    def memory_of(self, node: str) -> tuple[int, str] | None:
+        """See `RunNodes`."""
+        return self._nodes[node].memory if node in self._nodes else None
 
     def fetch(self, limit_s: float) -> list[str]:
         """See `RunNodes`."""
@@ -140,7 +146,7 @@ class Heartbeat:
             logger.warning("node %s: no logs for now: %s", address, error)
             node.heard, node.complete = time.monotonic(), asked
             return
-        node.heard = time.monotonic()
+        node.heard, node.memory = time.monotonic(), beat.memory
         if all(piece.left == 0 for piece in beat.pieces):
             node.complete = asked
         try:
