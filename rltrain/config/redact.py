@@ -52,11 +52,8 @@ def redacted_text(text: str, environment: Mapping[str, str]) -> str:
     `remember_secrets` was given, values assigned to such names in the text, and logins in URLs.
     """
     text = strip_terminal_codes(text)
-    for name, value in environment.items():
-        if SECRET_KEY.search(name) and len(value) >= SHORTEST:
-            text = text.replace(value, REDACTED)
-
-    for value in _known:
+    own = [v for n, v in environment.items() if SECRET_KEY.search(n) and len(v) >= SHORTEST]
+    for value in (*own, *_known):
         text = text.replace(value, REDACTED)
 
     def assigned(match: re.Match[str]) -> str:
