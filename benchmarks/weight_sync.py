@@ -43,6 +43,7 @@ from rltrain.controller.weight_links import Connection, SyncNodes
 from rltrain.controller.weight_sync import Filling, WeightSync
 from rltrain.data.tiny_model import build_random_model
 from rltrain.main import compose
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.weights.families import model_parameters, read_architecture
@@ -171,7 +172,7 @@ def measure(config: Config, path: Path, rounds: int) -> list[Times]:
         policy = PolicyGroup(config, str(path), placed)
         say("the policy is ready")
         nodes = SyncNodes(placed.policy_nodes, placed.engine_nodes)
-        engines = Engines([engine], LIMIT_S)
+        engines = Engines([engine], LIMIT_S, LIMIT_S)
         sync = TimedSync(policy, engines, transport_of(config, placed), nodes)
         found = []
         for number in range(rounds + 1):
@@ -191,22 +192,23 @@ def broadcast_alone(nbytes: int, device: str, rounds: int) -> list[float]:
     """Seconds that broadcasts of ``nbytes`` take from one GPU to another, a bucket each."""
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/group", nbytes, device, rounds, queue)
-        ranks = [context.Process(target=_broadcast, args=(n, *arguments)) for n in range(2)]
-        for rank in ranks:
-            rank.start()
-        found: list[float] = queue.get()
-        for rank in ranks:
-            rank.join()
+    arguments = (Rendezvous.local(2), nbytes, device, rounds, queue)
+    ranks = [context.Process(target=_broadcast, args=(n, *arguments)) for n in range(2)]
+    for rank in ranks:
+        rank.start()
+    found: list[float] = queue.get()
+    for rank in ranks:
+        rank.join()
     return found
 
 
-def _broadcast(rank: int, file: str, nbytes: int, device: str, rounds: int, queue: Any) -> None:
+def _broadcast(
+    rank: int, meeting: Rendezvous, nbytes: int, device: str, rounds: int, queue: Any
+) -> None:
     own = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(own)
-    group = BroadcastGroup(file, rank, 2, own, 60.0)
+    group = BroadcastGroup(meeting, rank, own, 60.0, 60.0)
     size = BUCKET_BYTES
     buffers = [torch.zeros(size, dtype=torch.uint8, device=own) for _ in range(2)]
     found = []

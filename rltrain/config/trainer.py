@@ -69,6 +69,9 @@ class ClusterConfig(Section):
     without GPUs. A node with no CPU for Ray gets no rank."""
     cpus_per_engine: Annotated[float, Field(ge=0.001)] = 1.0
     """The same for an engine."""
+    interface: NotEmpty | None = None
+    """Network interface of every node, such as ``eth0``, by which the ranks talk to one another.
+    null: the one that has the node's Ray address."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
     node_timeout_s: Annotated[float, Field(ge=5)] = 30.0

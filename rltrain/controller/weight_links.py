@@ -1,14 +1,15 @@
 """Connect the policy ranks that send weights with the engines' workers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from rltrain.actors.failures import AwaitedCall, get_all
 from rltrain.config.rollout import Transport
 from rltrain.controller.cluster.engines import Engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
-from rltrain.controller.cluster.rendezvous import rendezvous_file
+from rltrain.parallel.rendezvous import Member, Rendezvous
 from rltrain.weights.sync.broadcast import SenderLink
 from rltrain.weights.sync.links import EngineLinks, GroupLink
 from rltrain.weights.sync.stage_plan import EngineWorker, StageSender, plan_senders
@@ -102,51 +103,76 @@ def _join(
     sizes: Sequence[int],
 ) -> NodeMemory:
     """Have senders and receivers meet."""
-    files = [str(rendezvous_file(engines)) if s.receivers else None for s in senders]
+    meetings = [
+        policy.meet(group_members(sender, nodes)) if sender.receivers else None
+        for sender in senders
+    ]
+    limits = engines.start_timeout_s, engines.timeout_s
     links = [
-        engine_links(senders, files, engine, nodes, sizes, engines.timeout_s)
+        engine_links(senders, meetings, engine, nodes, sizes, limits)
         for engine in range(len(sizes))
     ]
-    wait_until_joined = engines.join_senders(links)
-    policy.join_receivers(
+    # All are waited for at once: where one cannot join, the others wait for it in vain.
+    joining = engines.join_senders(links) + policy.join_receivers(
         {
-            sender.rank: SenderLink(
-                file, len(sender.receivers) + 1, sender.node if sender.shares else None
-            )
-            for sender, file in zip(senders, files, strict=True)
+            sender.rank: SenderLink(meeting, sender.node if sender.shares else None)
+            for sender, meeting in zip(senders, meetings, strict=True)
         }
     )
+    call = AwaitedCall("weights", "connect", "cluster.start_timeout_s")
+    joined = get_all(joining, call, engines.start_timeout_s)
     return {
         (stage, node): slots
-        for node, workers in zip(nodes, wait_until_joined(), strict=True)
+        for node, workers in zip(nodes, joined[: len(sizes)], strict=True)
         for memory in workers
         for stage, slots in memory.items()
     }
 
 
+def group_members(sender: StageSender, nodes: Sequence[str]) -> list[Member]:
+    """Of the process group of a sender, by rank.
+
+    Args:
+        nodes: by engine
+    """
+    return [
+        Member(f"policy rank {sender.rank}", sender.node),
+        *(
+            Member(f"engine {engine}, worker {worker},", nodes[engine])
+            for engine, worker in sender.receivers
+        ),
+    ]
+
+
 def engine_links(
     senders: Sequence[StageSender],
-    files: Sequence[str | None],
+    meetings: Sequence[Rendezvous | None],
     engine: int,
     nodes: Sequence[str],
     sizes: Sequence[int],
-    timeout_s: float,
+    limits: tuple[float, float],
 ) -> EngineLinks:
     """The part of one engine.
 
     Args:
-        files: of the process group of each sender
+        meetings: of the process group of each sender
         nodes: by engine
         sizes: workers, by engine
+        limits: ``start_timeout_s`` and ``timeout_s``
     """
     groups = []
-    for sender, file in zip(senders, files, strict=True):
+    for sender, meeting in zip(senders, meetings, strict=True):
         ranks = {worker: rank for rank, worker in enumerate(sender.receivers, start=1)}
         own = [ranks.get(EngineWorker(engine, worker)) for worker in range(sizes[engine])]
-        if file is not None and any(own):
-            group = GroupLink(stage=sender.stage, file=file, size=len(ranks) + 1, ranks=own)
+        if meeting is not None and any(own):
+            group = GroupLink(stage=sender.stage, rendezvous=asdict(meeting), ranks=own)
             groups.append(group)
     neighbours = sum(size for node, size in zip(nodes, sizes, strict=True) if node == nodes[engine])
+    start_timeout_s, timeout_s = limits
     return EngineLinks(
-        node=nodes[engine], shares=neighbours > 1, groups=groups, timeout_s=timeout_s
+        node=nodes[engine],
+        shares=neighbours > 1,
+        groups=groups,
+        start_timeout_s=start_timeout_s,
+        timeout_s=timeout_s,
     )

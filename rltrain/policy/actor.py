@@ -6,21 +6,32 @@ in the actor's own process, by its methods.
 
 import logging
 import os
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from rltrain.actors.network import node_address, use_network
 from rltrain.actors.process_start import begin_process
 from rltrain.config import Config
+from rltrain.parallel.rendezvous import Address, Rendezvous, serve
 
 logger = logging.getLogger(__name__)
 
 Role = Literal["policy", "critic"]
 
 
+class Prepared(NamedTuple):
+    """A rank that can start."""
+
+    node: str
+    """Its Ray address."""
+    store: Address | None
+    """Where all ranks meet, from rank 0."""
+
+
 class ModelActor:
     """Prepares its process, then passes every call to its worker.
 
-    Create it, then call ``start``. Ray does not report an error in an actor's constructor as it is,
-    so ``start`` does the work.
+    Create it, then call ``prepare`` and ``start``. Ray does not report an error in an actor's
+    constructor as it is, so these do the work.
     """
 
     def __init__(
@@ -28,16 +39,16 @@ class ModelActor:
         role: Role,
         config: Config,
         rank: int,
-        init_method: str,
         model_path: str,
         device: str,
     ) -> None:
         begin_process()
         self._role = role
-        self._arguments = config, rank, init_method, model_path, device
+        self._arguments = config, rank, model_path, device
 
-    def start(self) -> None:
-        """Join the other ranks and load the model. Collective."""
+    def prepare(self) -> Prepared:
+        """Import what the rank needs. Rank 0 also begins to serve the store where all will meet, so
+        that it is there before any other rank looks for it."""
         logger.info("importing torch and Megatron")
         # Imported here: the actor's process alone needs them, and patches come before workers.
         import torch
@@ -45,21 +56,32 @@ class ModelActor:
         from rltrain.patches.megatron import patch_megatron
         from rltrain.patches.megatron_cpu import patch_megatron_for_cpu
 
-        config, rank, init_method, model_path, device = self._arguments
+        config, rank, _, device = self._arguments
+        host = use_network(config.cluster.interface)
         torch.set_num_threads(num_threads(config, device))
         if device == "cpu":
             patch_megatron_for_cpu()
         patch_megatron()
         torch.manual_seed(config.trainer.seed)
-        from rltrain.policy.critic import CriticWorker
-        from rltrain.policy.worker import PolicyWorker
+        self._worker_class()
+        return Prepared(node_address(), None if rank else serve(host))
 
-        worker = {"policy": PolicyWorker, "critic": CriticWorker}[self._role]
+    def start(self, rendezvous: Rendezvous) -> None:
+        """Join the other ranks and load the model. Collective."""
+        import torch
+
+        config, rank, model_path, device = self._arguments
         # A process sees the GPU of its rank and no other (controller/cluster/ray_cluster.py).
         rank_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         logger.info("rank %d joins the other ranks and loads %s", rank, model_path)
-        self._worker = worker(config, rank, init_method, model_path, rank_device)
+        self._worker = self._worker_class()(config, rank, rendezvous, model_path, rank_device)
         logger.info("rank %d is ready", rank)
+
+    def _worker_class(self) -> Any:
+        from rltrain.policy.critic import CriticWorker
+        from rltrain.policy.worker import PolicyWorker
+
+        return {"policy": PolicyWorker, "critic": CriticWorker}[self._role]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._worker, method)(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor
 from rltrain.algorithms.objective import Sums, value_objective
 from rltrain.batch import Batch
 from rltrain.config import Config
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.policy.megatron_worker import MegatronWorker
 from rltrain.policy.passes.micro_batch import MicroBatch
 from rltrain.policy.passes.passes import ModelOnMesh, infer
@@ -39,7 +40,12 @@ class CriticWorker(MegatronWorker):
     """One rank of the critic: its part of the model, the optimizer and a step's sequences."""
 
     def __init__(
-        self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
+        self,
+        config: Config,
+        rank: int,
+        rendezvous: Rendezvous,
+        model_path: str,
+        device: torch.device,
     ) -> None:
         arch = read_architecture(model_path, config.model.mtp)
         super().__init__(
@@ -47,7 +53,7 @@ class CriticWorker(MegatronWorker):
             arch.with_value_head(),
             config.critic.optimizer,
             rank,
-            init_method,
+            rendezvous,
             model_path,
             device,
             steps=config.trainer.steps,

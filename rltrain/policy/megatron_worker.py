@@ -15,6 +15,7 @@ from rltrain.algorithms.objective import Sums
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.optimizer import OptimizerConfig
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.megatron_model import build_model
 from rltrain.policy.megatron.mesh import init_mesh
@@ -51,7 +52,7 @@ class MegatronWorker(ABC):
         arch: Architecture,
         optimizer: OptimizerConfig,
         rank: int,
-        init_method: str,
+        rendezvous: Rendezvous,
         model_path: str,
         device: torch.device,
         *,
@@ -70,9 +71,10 @@ class MegatronWorker(ABC):
             config.policy.parallel,
             rank,
             config.policy.parallel.world_size,
-            init_method,
+            rendezvous,
             device,
             seed=config.trainer.seed,
+            start_timeout_s=config.cluster.start_timeout_s,
             timeout_s=config.cluster.call_timeout_s,
         )
         self.chunks = self._load(ddp=True)

@@ -6,13 +6,18 @@ seconds. No process group is made.
 
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from rltrain.actors.network import set_variables
+from rltrain.parallel.rendezvous import LOOPBACK, Address, Member, Rendezvous, listen, serve
 
 _PRELOAD = [
     "rltrain.policy.optimizer",
@@ -20,6 +25,8 @@ _PRELOAD = [
     "rltrain.verification.one_rank_oracle",
 ]
 _POLL_S = 0.05
+_here: Rendezvous | None = None
+"""Where this process meets the other ranks, if it is one."""
 
 
 class RanksFailed(RuntimeError):
@@ -52,12 +59,20 @@ def run_ranks(
         context.set_forkserver_preload(_PRELOAD)
     for stale in folder.glob("*.error"):
         stale.unlink()
+    sock = listen(LOOPBACK)
+    members = tuple(Member(f"rank {rank}", LOOPBACK) for rank in range(world_size))
+    here = Rendezvous(Address(*sock.getsockname()), "", members)
     ranks: list[BaseProcess] = [
-        context.Process(target=_run, args=(fn, rank, folder, args, device), name=f"rank {rank}")
+        context.Process(
+            target=_run,
+            args=(fn, rank, folder, args, device, here, sock if rank == 0 else None),
+            name=f"rank {rank}",
+        )
         for rank in range(world_size)
     ]
     for rank in ranks:
         rank.start()
+    sock.close()
     try:
         _wait(ranks, folder, timeout_s, on_poll)
     finally:
@@ -66,9 +81,12 @@ def run_ranks(
             rank.join()
 
 
-def rendezvous(folder: Path, name: str) -> str:
-    """The ``init_method`` of one process group; each needs its own ``name`` in ``folder``."""
-    return f"file://{folder / name}.rendezvous"
+def rendezvous(folder: Path, name: str) -> Rendezvous:
+    """Where the ranks of one process group meet; each needs its own ``name`` in ``folder``.
+
+    In a process that is no rank of `run_ranks`, that of a group of this process alone.
+    """
+    return replace(_here, group=f"{folder / name}") if _here else Rendezvous.local(1)
 
 
 def _wait(
@@ -93,8 +111,20 @@ def _wait(
 
 
 def _run(
-    fn: Callable[..., None], rank: int, folder: Path, args: tuple[Any, ...], device: str
+    fn: Callable[..., None],
+    rank: int,
+    folder: Path,
+    args: tuple[Any, ...],
+    device: str,
+    here: Rendezvous,
+    sock: socket.socket | None,
 ) -> None:
+    """
+    Args:
+        here: the group's name is still missing
+        sock: where the ranks will meet, for the one that serves
+    """
+    global _here
     # Imported here: the parent process needs neither torch nor Megatron.
     import torch
 
@@ -104,6 +134,10 @@ def _run(
     # Warnings of these packages would interrupt what the parent prints.
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\.")
     try:
+        _here = here
+        if sock is not None:
+            serve(LOOPBACK, sock)
+        set_variables("lo", LOOPBACK)
         if device == "cpu":
             torch.set_num_threads(1)
             patch_megatron_for_cpu()

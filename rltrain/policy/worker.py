@@ -18,6 +18,7 @@ from rltrain.algorithms.objective import Sums, Targets, policy_objective, sft_ob
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.rollout import Transport
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.parallel.token_layout import to_device
 from rltrain.policy import model_checkpoint as checkpoint
 from rltrain.policy.megatron.guards import native_losses
@@ -48,7 +49,12 @@ class PolicyWorker(MegatronWorker):
     """One rank of the policy: its part of the model, the optimizer and a step's sequences."""
 
     def __init__(
-        self, config: Config, rank: int, init_method: str, model_path: str, device: torch.device
+        self,
+        config: Config,
+        rank: int,
+        rendezvous: Rendezvous,
+        model_path: str,
+        device: torch.device,
     ) -> None:
         arch = read_architecture(model_path, config.model.mtp)
         super().__init__(
@@ -56,7 +62,7 @@ class PolicyWorker(MegatronWorker):
             arch,
             config.optimizer,
             rank,
-            init_method,
+            rendezvous,
             model_path,
             device,
             steps=config.trainer.steps - critic_only_steps(config),
@@ -299,9 +305,15 @@ class PolicyWorker(MegatronWorker):
             link: None: this rank sends nothing
         """
         self._link, self._group = link, None
-        if link is not None and link.file is not None:
-            timeout_s = self.config.cluster.call_timeout_s
-            self._group = BroadcastGroup(link.file, SENDER, link.size, self.device, timeout_s)
+        if link is not None and link.rendezvous is not None:
+            limits = self.config.cluster
+            self._group = BroadcastGroup(
+                link.rendezvous,
+                SENDER,
+                self.device,
+                limits.start_timeout_s,
+                limits.call_timeout_s,
+            )
 
     def begin_weight_stream(
         self, dtype: str, transport: Transport, receivers: Sequence[str]

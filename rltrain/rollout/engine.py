@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from rltrain.actors.failures import child_failure
+from rltrain.actors.network import use_network
 from rltrain.actors.process_start import begin_process
 from rltrain.batch import RouteRef
 from rltrain.rollout.completion import (
@@ -82,6 +83,7 @@ class RolloutEngine:
             ChildDied: the engine process died, with its own error.
         """
         os.environ.update(environment(self._spec))
+        use_network(self._spec.interface)
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext

@@ -70,6 +70,8 @@ class EngineSpec:
     """``quantization_config`` of the weights as the engine holds them; None: not quantised."""
     sleeps: bool = False
     """Whether the engine can sleep, which frees its GPU memory."""
+    interface: str | None = None
+    """See ``cluster.interface``."""
 
     @property
     def seeded(self) -> bool:

@@ -49,8 +49,9 @@ def run_task(rank: int, folder: Path, task: Task, device: str) -> None:
     """
     rank_device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     parallel = task.policy.parallel
-    init_method = rendezvous(folder, "offline")
-    mesh = init_mesh(parallel, rank, parallel.world_size, init_method, rank_device)
+    mesh = init_mesh(
+        parallel, rank, parallel.world_size, rendezvous(folder, "offline"), rank_device
+    )
     chunks = build_model(task.arch, task.policy, mesh, device=rank_device, routing_replay=True)
     if task.weights is None:
         fill_seeded(chunks, task.arch, mesh)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rltrain.batch import Batch
 from rltrain.data.packing import plan_step
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.policy.megatron.megatron_model import build_model
 from rltrain.policy.megatron.mesh import Mesh, destroy_mesh, init_mesh
 from rltrain.policy.megatron.transformer_options import params_dtype
@@ -160,7 +161,7 @@ def _compare_with_reference(
 def _model_on_mesh(
     case: LayoutCase,
     rank: int,
-    init_method: str,
+    init: Rendezvous,
     device: torch.device,
     *,
     weights: torch.dtype | None = None,
@@ -170,7 +171,7 @@ def _model_on_mesh(
     Args:
         weights: the dtype that values are rounded to, by default that of the parameters
     """
-    mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init_method, device)
+    mesh = init_mesh(case.parallel, rank, case.parallel.world_size, init, device)
     chunks = build_model(case.arch, case.policy, mesh, device=device, routing_replay=True)
     fill_seeded(chunks, case.arch, mesh, weights or _dtype(case, device))
     try:

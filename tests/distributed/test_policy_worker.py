@@ -21,6 +21,7 @@ from torch import Tensor
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.data.packing import pack_micro_batches, plan_step
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.routing.align import last_rows
 from rltrain.verification.pass_file import relative_error
 from rltrain.weights.sync.broadcast import BroadcastGroup, SenderLink
@@ -251,7 +252,7 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     if rank == 0:
         save_file(found, folder / f"{name}.{rank}.safetensors")
     if config.rollout.quantization == "fp8":
-        sent = received(worker, folder / f"{name}.group")
+        sent = received(worker)
         worker.export_for_engine(str(folder / f"{name}.engine"))
         exported = load_file(folder / f"{name}.engine" / "model.safetensors")
         assert exported.keys() == sent.keys()
@@ -262,13 +263,13 @@ def _run_case(rank: int, folder: Path, name: str, case: Case, config: Config) ->
     destroy_mesh()
 
 
-def received(worker: Any, file: Path) -> dict[str, Tensor]:
+def received(worker: Any) -> dict[str, Tensor]:
     """What an engine gets of a weight sync by broadcast."""
     sent: dict[str, Tensor] = {}
-    cpu = torch.device("cpu")
+    meeting, cpu = Rendezvous.local(2), torch.device("cpu")
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(BroadcastGroup, str(file), 1, 2, cpu, 60.0)
-        worker.join_receivers(SenderLink(str(file), 2, None))
+        joining = threads.submit(BroadcastGroup, meeting, 1, cpu, 60.0, 60.0)
+        worker.join_receivers(SenderLink(meeting, None))
         receiver = BroadcastReceiver({0: joining.result()}, cpu)
         worker.begin_weight_stream("bfloat16", "broadcast", [])
         bucket = worker.next_weight_bucket()

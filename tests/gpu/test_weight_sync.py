@@ -76,7 +76,7 @@ def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
     while (asked := pipe.recv()) != "end":
         what, *arguments = asked
         if what == "join":
-            group = BroadcastGroup(*arguments, device, 60.0)
+            group = BroadcastGroup(*arguments, device, 60.0, 60.0)
         elif what == "begin":
             sender = (
                 IpcSender(device, BUCKET_BYTES)
@@ -150,7 +150,7 @@ def synced(folder: Path, mode: str, transport: str) -> None:
     state(engine)  # as an engine that has generated before
     if transport == "broadcast":
         file = str(folder / f"group-{mode}")
-        pipe.send(("join", file, 0, 2))
+        pipe.send(("join", meeting, 0))
         group = {"stage": 0, "file": file, "size": 2, "ranks": [1]}
         info = {"node": None, "shares": False, "groups": [group], "timeout_s": 60.0}
         engine.init_weight_transfer_engine({"init_info": info})

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from vllm import LLM
 
-from rltrain.controller.cluster.rendezvous import rendezvous_file
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.weights.sync.broadcast import BroadcastGroup
 from tests.integration.sync_links import links
 
@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 
 def join(engine: LLM) -> BroadcastGroup:
     """A group of this process and the engine, which a next one replaces."""
-    file = str(rendezvous_file(engine))
+    meeting = Rendezvous.local(2)
     with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(BroadcastGroup, file, 0, 2, CPU, 60.0)
-        engine.init_weight_transfer_engine({"init_info": links(file)})
+        joining = thread.submit(BroadcastGroup, meeting, 0, CPU, 60.0, 60.0)
+        engine.init_weight_transfer_engine({"init_info": links(meeting)})
         return joining.result()

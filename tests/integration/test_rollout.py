@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from rltrain.actors.failures import ActorFailed
 from rltrain.batch import Batch
 from rltrain.config import Config
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.dispatch import Dispatcher, RequestBatch
 from rltrain.rollout.engine import RolloutEngine, start_engine
@@ -497,9 +498,9 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
     ray.get(engine.start_weight_sync.remote())
     with pytest.raises(RuntimeError, match="between start and finish of a weight sync"):
         ray.get(engine.generate.remote(requests, sampling))
-    file, cpu = str(tmp_path / "group"), torch.device("cpu")
-    joining = engine.join_senders.remote(links(file))
-    sender = BroadcastSender(BroadcastGroup(file, 0, 2, cpu, 60.0), cpu, 100_000)
+    meeting, cpu = Rendezvous.local(2), torch.device("cpu")
+    joining = engine.join_senders.remote(links(meeting))
+    sender = BroadcastSender(BroadcastGroup(meeting, 0, cpu, 60.0, 60.0), cpu, 100_000)
     ray.get(joining)
     stream = BucketStream(iter(weights.items()), sender, 100_000)
     while (bucket := stream.next_bucket()) is not None:

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.patches import vllm as vllm_patches
 from rltrain.weights.sync import receiver
 from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
@@ -369,7 +370,7 @@ async def _async_engine(folder: Path, old: Weights, new_folder: Path, new: Weigh
         # What is cached of these prompts is forgotten with the weights it was computed with.
         before = await asyncio.gather(*(_generate_async(engine, i) for i in range(len(PROMPTS))))
         assert all(output.num_cached_tokens >= BLOCK for output in before[:1])
-        group = await _join_async(engine, str(folder / "group"))
+        group = await _join_async(engine, Rendezvous.local(2))
         for weights in (old, new):
             await receiver.start_sync(engine)
             for bucket in sent(group, weights):
@@ -392,9 +393,9 @@ async def _async_engine(folder: Path, old: Weights, new_folder: Path, new: Weigh
         engine.shutdown()
 
 
-async def _join_async(engine: AsyncLLM, file: str) -> BroadcastGroup:
-    ours = asyncio.to_thread(BroadcastGroup, file, 0, 2, CPU, 60.0)
-    theirs = receiver.join_groups(engine, links(file))
+async def _join_async(engine: AsyncLLM, meeting: Rendezvous) -> BroadcastGroup:
+    ours = asyncio.to_thread(BroadcastGroup, meeting, 0, CPU, 60.0, 60.0)
+    theirs = receiver.join_groups(engine, links(meeting))
     return (await asyncio.gather(ours, theirs))[0]
 
 

@@ -35,6 +35,7 @@ class Engines:
     """
 
     actors: Sequence[Any]
+    start_timeout_s: float
     timeout_s: float
 
     def sleep(self, level: Literal[1, 2]) -> None:
@@ -59,11 +60,10 @@ class Engines:
 
     # A weight sync; what begins here goes on while the policy works, until the result is called
 
-    def join_senders(
-        self, links: Sequence[EngineLinks]
-    ) -> Callable[[], list[list[dict[int, list[str]]]]]:
-        """See `RolloutEngine.join_senders`; ``links`` and the result are by engine."""
-        return self._begin(lambda engine, n: engine.join_senders(links[n]))
+    def join_senders(self, links: Sequence[EngineLinks]) -> list[Any]:
+        """See `RolloutEngine.join_senders`; ``links`` is by engine. Returns references to the
+        answers, by engine."""
+        return self._send(lambda engine, n: engine.join_senders(links[n]))[1]
 
     def start_weight_sync(self) -> Callable[[], Any]:
         """See `RolloutEngine.start_weight_sync`."""
@@ -86,12 +86,17 @@ class Engines:
         Returns:
             A function that waits for the answers.
         """
+        method, refs = self._send(write)
+        return lambda: get_all_of_engines(refs, method, self.timeout_s)
+
+    def _send(self, write: Callable[[RolloutEngine, int], Any]) -> tuple[str, list[Any]]:
+        """As `_begin`; returns the method and references to the answers."""
         calls = [method_call(write, number) for number in range(len(self.actors))]
         refs = [
             getattr(actor, call.method).remote(*call.args, **call.kwargs)
             for actor, call in zip(self.actors, calls, strict=True)
         ]
-        return lambda: get_all_of_engines(refs, calls[0].method, self.timeout_s)
+        return calls[0].method, refs
 
 
 def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster) -> EngineSpec:
@@ -101,6 +106,7 @@ def engine_spec(config: Config, path: Path, arch: Architecture, placed: Cluster)
         max_prompt_tokens=config.data.max_prompt_tokens,
         seed=config.trainer.seed,
         device=placed.device,
+        interface=config.cluster.interface,
         capture=_capture(config, arch, placed),
         trust_remote_code=config.model.trust_remote_code,
         quantization=fp8_config(arch) if config.rollout.quantization == "fp8" else None,
@@ -132,7 +138,8 @@ def start_engines(
         logger.info("rollout engines are ready: %d, after %.0f s", len(started), taken)
         return capabilities
 
-    return Engines([actor for actor, _ in started], config.cluster.call_timeout_s), wait_until_ready
+    limits = config.cluster.start_timeout_s, config.cluster.call_timeout_s
+    return Engines([actor for actor, _ in started], *limits), wait_until_ready
 
 
 def get_all_of_engines(refs: list[Any], method: str, timeout_s: float) -> list[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,9 +74,12 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         """By rank; see `PolicyWorker.device_name`."""
         return self._call(lambda worker: worker.device_name())
 
-    def join_receivers(self, links: Mapping[int, SenderLink]) -> None:
-        """See `PolicyWorker.join_receivers`; ``links`` is by rank."""
-        self._call_by_rank(lambda worker, rank: worker.join_receivers(links.get(rank)))
+    def join_receivers(self, links: Mapping[int, SenderLink]) -> list[Any]:
+        """See `PolicyWorker.join_receivers`; ``links`` is by rank. Returns references to the
+        answers, by rank."""
+        return self._send(
+            self._all_ranks, lambda worker, rank: worker.join_receivers(links.get(rank))
+        )[1]
 
     def begin_weight_stream(
         self, dtype: str, transport: Transport, receivers: Sequence[str]

@@ -15,8 +15,8 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
-from rltrain.controller.cluster.rendezvous import rendezvous_file
 from rltrain.data.packing import StepPlan, mini_batch_sizes, plan_step
+from rltrain.parallel.rendezvous import Address, Member, Rendezvous
 from rltrain.policy.actor import ModelActor, Role
 from rltrain.policy.types import Plan, Updated
 from rltrain.routing.links import Link, bytes_by_link
@@ -45,15 +45,20 @@ class WorkerGroup(Generic[Worker]):
     def __init__(self, config: Config, model_path: str, placed: Cluster) -> None:
         self._config = config
         self._timeout = config.cluster.call_timeout_s
-        world = f"file://{rendezvous_file(self)}"
         self._workers = [
             ray.remote(ModelActor)
             .options(**placed.worker_options(self.role, rank))
-            .remote(self.role, config, rank, world, model_path, placed.device)
+            .remote(self.role, config, rank, model_path, placed.device)
             for rank in range(config.policy.parallel.world_size)
         ]
         began = time.monotonic()
-        self._answers("start", [worker.start.remote() for worker in self._workers])
+        ready = self._started("prepare", [worker.prepare.remote() for worker in self._workers])
+        self.members = [
+            Member(f"{self.role} rank {rank}", prepared.node) for rank, prepared in enumerate(ready)
+        ]
+        self._store: Address = ready[0].store
+        world = self.meet(self.members)
+        self._started("start", [worker.start.remote(world) for worker in self._workers])
         logger.info("the %s is loaded, after %.0f s", self.role, time.monotonic() - began)
         places = self._call(lambda worker: worker.place())
         self._dp_ranks = [place["dp_rank"] for place in places]
@@ -74,7 +79,7 @@ class WorkerGroup(Generic[Worker]):
     def _call_by_rank(self, write: Callable[[Worker, int], R]) -> list[R]:
         """As `_call`, where the arguments depend on the rank. Object references in them reach the
         worker as the objects."""
-        return self._begin(range(len(self._workers)), write)()
+        return self._begin(self._all_ranks, write)()
 
     def _begin(
         self, ranks: Sequence[int], write: Callable[[Worker, int], R]
@@ -84,12 +89,31 @@ class WorkerGroup(Generic[Worker]):
         Returns:
             A function that waits for the answers, in the order of ``ranks``.
         """
+        method, refs = self._send(ranks, write)
+        return lambda: self._answers(method, refs)
+
+    def _send(
+        self, ranks: Sequence[int], write: Callable[[Worker, int], Any]
+    ) -> tuple[str, list[Any]]:
+        """As `_begin`; returns the method and references to the answers."""
         calls = [method_call(write, rank) for rank in ranks]
         refs = [
             self._workers[rank].call.remote(call.method, *call.args, **call.kwargs)
             for rank, call in zip(ranks, calls, strict=True)
         ]
-        return lambda: self._answers(calls[0].method, refs)
+        return calls[0].method, refs
+
+    @property
+    def _all_ranks(self) -> Sequence[int]:
+        return range(len(self._workers))
+
+    def meet(self, members: Sequence[Member]) -> Rendezvous:
+        """A rendezvous of a new group of processes, at the store that rank 0 serves."""
+        return Rendezvous.at(self._store, members)
+
+    def _started(self, method: str, refs: list[Any]) -> list[Any]:
+        limit = self._config.cluster.start_timeout_s
+        return get_all(refs, AwaitedCall(self.role, method, "cluster.start_timeout_s"), limit)
 
     def _answers(self, method: str, refs: list[Any]) -> list[Any]:
         return get_all(refs, AwaitedCall(self.role, method), self._timeout)

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rltrain.config.policy import ParallelConfig
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.parallel.token_layout import TokenGrid
 
 
@@ -94,18 +95,24 @@ def init_mesh(
     parallel: ParallelConfig,
     rank: int,
     world_size: int,
-    init_method: str,
+    rendezvous: Rendezvous,
     device: torch.device,
     *,
     seed: int = 0,
+    start_timeout_s: float = 1800.0,
     timeout_s: float = 1800.0,
 ) -> Mesh:
-    """Join the ranks at ``init_method`` (``file://`` or ``tcp://``) and form the groups.
+    """Meet the other ranks and form the groups.
 
     Collective: all ``world_size`` ranks call it, with the same arguments except ``rank``.
 
+    Args:
+        start_timeout_s: limit of meeting and connecting
+        timeout_s: limit of every later collective
+
     Raises:
         ValueError: ``world_size`` is not what ``parallel`` needs.
+        RendezvousFailed: a rank does not come, or cannot be connected.
     """
     if world_size != parallel.world_size:
         raise ValueError(
@@ -115,13 +122,28 @@ def init_mesh(
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    store = rendezvous.join(rank, world_size, start_timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+
+    def connect() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=start_timeout_s),
+        )
+        if len(rendezvous.nodes) > 1:
+            # NCCL connects at the first call. Connect here, where an error names its cause.
+            dist.all_reduce(torch.zeros(1, device=device))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    rendezvous.connect(rank, backend, connect, start_timeout_s)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

@@ -6,7 +6,6 @@ sends what to whom is in `rltrain.weights.sync.stage_plan`; an engine's end in
 """
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.rollout import Transport
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.weights.sync.flat_buffers import FlatSlots, SharedSlots, buffer_checksum
 from rltrain.weights.sync.stream import SLOTS, NamedTensors, TensorEntry
 
@@ -24,27 +24,43 @@ class BroadcastGroup:
     """One process's membership in the group. The constructor is collective."""
 
     def __init__(
-        self, file: str, rank: int, size: int, device: torch.device, timeout_s: float
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        device: torch.device,
+        start_timeout_s: float,
+        timeout_s: float,
     ) -> None:
-        """Raises ``ValueError``: the rendezvous ``file`` is on another host."""
-        if not Path(file).parent.is_dir():
-            raise ValueError(
-                f"rollout.weight_transfer=broadcast: expected the folder of {file} here, found "
-                "none: the policy's rank 0 and all engines must share one host"
-            )
-        store = dist.FileStore(file, size)  # type: ignore[attr-defined]
-        timeout = timedelta(seconds=timeout_s)
+        """
+        Args:
+            start_timeout_s: limit of meeting and connecting
+            timeout_s: limit of every later broadcast
+
+        Raises:
+            RendezvousFailed: a rank does not come, or cannot be connected.
+        """
+        size = len(rendezvous.members)
+        store = rendezvous.join(rank, size, start_timeout_s)
+        store.set_timeout(timedelta(seconds=timeout_s))
         self._backend: Any
-        if device.type == "cpu":
-            self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        # NCCL connects at the first call. Connect here, where an error names its cause.
-        self.broadcast(torch.zeros(1, device=device)).wait()
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
+
+        def connect() -> None:
+            if device.type == "cpu":
+                limit = timedelta(seconds=start_timeout_s)
+                self._backend = dist.ProcessGroupGloo(store, rank, size, limit)
+                self._backend._set_default_timeout(timedelta(seconds=timeout_s))
+            else:
+                torch.cuda.set_device(device)  # of this thread
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=timeout_s)
+                self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            # NCCL connects at the first call. Connect here, where an error names its cause.
+            self.broadcast(torch.zeros(1, device=device)).wait()
+            if device.type != "cpu":
+                torch.cuda.synchronize(device)
+
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        rendezvous.connect(rank, backend, connect, start_timeout_s)
 
     def broadcast(self, buffer: Tensor) -> Any:
         """Start to broadcast; after ``wait`` of the result ``buffer`` has the sender's bytes."""
@@ -57,9 +73,8 @@ class BroadcastGroup:
 class SenderLink(NamedTuple):
     """What a policy rank that sends needs to know."""
 
-    file: str | None
+    rendezvous: Rendezvous | None
     """Of its process group; None: it has none, since nobody is to receive."""
-    size: int
     node: str | None
     """Its own, if workers there read its slots."""
 

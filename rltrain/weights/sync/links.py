@@ -5,11 +5,12 @@ or that of a worker which receives for the node.
 """
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
+from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.weights.sync.broadcast import BroadcastGroup
 from rltrain.weights.sync.flat_buffers import unpack_bucket
 from rltrain.weights.sync.node_memory import NodeMemory, read_node_memory
@@ -20,8 +21,8 @@ class GroupLink(TypedDict):
     """A sender's process group, as an engine sees it."""
 
     stage: int
-    file: str
-    size: int
+    rendezvous: dict[str, Any]
+    """The fields of a `Rendezvous`: vLLM makes dictionaries of what it sends to its workers."""
     ranks: list[int | None]
     """By worker of the engine; None: it is not in the group."""
 
@@ -34,14 +35,19 @@ class EngineLinks(TypedDict):
     """Whether other workers of the node read what one of them receives."""
     groups: list[GroupLink]
     """In one order for all engines, in which they are joined."""
+    start_timeout_s: float
+    """Limit of meeting and connecting."""
     timeout_s: float
+    """Limit of every later broadcast."""
 
 
 def join_links(links: EngineLinks, worker: int, device: torch.device) -> "BroadcastReceiver":
     """Join the groups of one worker. Collective with their senders and other members."""
-    timeout_s = links["timeout_s"]
+    start_timeout_s, timeout_s = links["start_timeout_s"], links["timeout_s"]
     groups = {
-        link["stage"]: BroadcastGroup(link["file"], rank, link["size"], device, timeout_s)
+        link["stage"]: BroadcastGroup(
+            Rendezvous.from_plain(link["rendezvous"]), rank, device, start_timeout_s, timeout_s
+        )
         for link in links["groups"]
         if (rank := link["ranks"][worker]) is not None
     }

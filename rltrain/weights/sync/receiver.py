@@ -165,6 +165,7 @@ class LinksInfo(WeightTransferInitInfo):
     node: str | None
     shares: bool
     groups: list[GroupLink]
+    start_timeout_s: float
     timeout_s: float
 
 
@@ -211,6 +212,7 @@ class BucketWeightTransferEngine(WeightTransferEngine[LinksInfo, BucketInfo]):
             node=init_info.node,
             shares=init_info.shares,
             groups=init_info.groups,
+            start_timeout_s=init_info.start_timeout_s,
             timeout_s=init_info.timeout_s,
         )
         self.broadcast = join_links(links, worker, self.device)

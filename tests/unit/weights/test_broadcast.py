@@ -6,12 +6,12 @@ The transport "ipc" needs a GPU; what it shares with "broadcast" is tested here.
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rltrain.parallel.rendezvous import LOOPBACK, Member, Rendezvous, RendezvousFailed, serve
 from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.flat_buffers import FlatSlots, buffer_checksum, unpack_bucket
 from rltrain.weights.sync.links import BroadcastReceiver
@@ -40,11 +40,11 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> list[BroadcastGroup]:
+def groups() -> list[BroadcastGroup]:
     """Sender and receiver; each of them is made in a thread, for they wait for one another."""
-    file = str(tmp_path_factory.mktemp("group") / "file")
+    at = Rendezvous.local(2)
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda rank: BroadcastGroup(file, rank, 2, CPU, 60.0), range(2)))
+        return list(threads.map(lambda rank: BroadcastGroup(at, rank, CPU, 60.0, 60.0), range(2)))
 
 
 def transfer(
@@ -169,9 +169,10 @@ def test_senders_that_disagree_are_refused() -> None:
             merge_buckets([bucket("a", 5), unlike])  # type: ignore[list-item]
 
 
-def test_a_group_across_hosts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must share one host"):
-        BroadcastGroup(str(tmp_path / "of another host" / "file"), 1, 2, CPU, 60.0)
+def test_a_member_that_does_not_join_is_named() -> None:
+    members = [Member("policy rank 2", "10.77.0.2"), Member("engine 1, worker 0,", "10.77.0.3")]
+    with pytest.raises(RendezvousFailed, match="engine 1, worker 0, on node 10.77.0.3"):
+        BroadcastGroup(Rendezvous.at(serve(LOOPBACK), members), 0, CPU, 0.5, 60.0)
 
 
 def test_an_empty_stream_is_refused() -> None:

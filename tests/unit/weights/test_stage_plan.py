@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.controller.weight_links import engine_links, pipeline_crossings
+from rltrain.controller.weight_links import engine_links, group_members, pipeline_crossings
+from rltrain.parallel.rendezvous import Address, Rendezvous
 from rltrain.weights.sync.stage_plan import StageSender, plan_senders
 
 NODES = st.sampled_from(["a", "b", "c", "d"])
@@ -27,8 +28,13 @@ def test_every_worker_gets_every_stage_once_over_the_fewest_links(
 ) -> None:
     stages, policy, nodes, sizes = layout
     senders = plan_senders(stages, policy, nodes, sizes, shares_memory=shares_memory)
-    files = [f"file {i}" if sender.receivers else None for i, sender in enumerate(senders)]
-    links = [engine_links(senders, files, n, nodes, sizes, 1.0) for n in range(len(nodes))]
+    at = Address("10.0.0.1", 5000)
+    meetings = [
+        Rendezvous.at(at, group_members(sender, nodes)) if sender.receivers else None
+        for sender in senders
+    ]
+    limits = 1.0, 2.0
+    links = [engine_links(senders, meetings, n, nodes, sizes, limits) for n in range(len(nodes))]
     for stage, ranks in enumerate(stages):
         mine = [sender for sender in senders if sender.stage == stage]
         assert len({s.rank for s in mine}) == len(mine) and {s.rank for s in mine} <= {*ranks}
@@ -54,7 +60,9 @@ def check_links(
         for engine in [n for n, own in enumerate(nodes) if own == node]:
             groups = [group for group in links[engine]["groups"] if group["stage"] == stage]
             for worker in range(sizes[engine]):
-                joined = [g["file"] for g in groups if g["ranks"][worker] is not None]
+                joined = [
+                    g["rendezvous"]["group"] for g in groups if g["ranks"][worker] is not None
+                ]
                 assert len(joined) <= 1
                 if joined and shares_memory:
                     crossed += 1
