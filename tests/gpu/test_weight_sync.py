@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ def fresh(folder: Path, mode: str, seed: int) -> None:
 
 
 def synced(folder: Path, mode: str, transport: str) -> None:
+    from rltrain.parallel.rendezvous import Rendezvous
+
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     number = 0 if transport == "ipc" else 1
@@ -149,10 +152,11 @@ def synced(folder: Path, mode: str, transport: str) -> None:
     assert pipe.recv() == "ready"
     state(engine)  # as an engine that has generated before
     if transport == "broadcast":
-        file = str(folder / f"group-{mode}")
+        meeting = Rendezvous.local(2)
         pipe.send(("join", meeting, 0))
-        group = {"stage": 0, "file": file, "size": 2, "ranks": [1]}
-        info = {"node": None, "shares": False, "groups": [group], "timeout_s": 60.0}
+        group = {"stage": 0, "rendezvous": asdict(meeting), "ranks": [1]}
+        info = {"node": None, "shares": False, "groups": [group]}
+        info |= {"start_timeout_s": 60.0, "timeout_s": 60.0}
         engine.init_weight_transfer_engine({"init_info": info})
     for seed in SYNCS:
         engine.sleep(level=2)

@@ -171,7 +171,7 @@ def test_senders_that_disagree_are_refused() -> None:
 
 def test_a_member_that_does_not_join_is_named() -> None:
     members = [Member("policy rank 2", "10.77.0.2"), Member("engine 1, worker 0,", "10.77.0.3")]
-    with pytest.raises(RendezvousFailed, match="engine 1, worker 0, on node 10.77.0.3"):
+    with pytest.raises(RendezvousFailed, match=r"engine 1, worker 0, on node 10\.77\.0\.3"):
         BroadcastGroup(Rendezvous.at(serve(LOOPBACK), members), 0, CPU, 0.5, 60.0)
 
 
