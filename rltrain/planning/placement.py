@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from rltrain.planning.nodes import Slot
+from rltrain.planning.nodes import LOCAL, Slot
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Placement:
         return any(slot in policy for engine in self.engines for slot in engine)
 
     def __str__(self) -> str:
-        if self.device == "cpu" and len(self.nodes) < 2:
+        if self.device == "cpu" and self.nodes in ((), (LOCAL,)):
             return "all ranks on this machine's CPUs"
         colocated = ", colocated" if self.colocated else ""
         if self.device == "cpu":
-            total = f"CPUs of {len(self.nodes)} nodes"
+            total = f"CPUs of {len(self.nodes)} node{'s' * (len(self.nodes) > 1)}"
         else:
             total = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}"
-        if len(self.nodes) == 1:
+        if self.nodes == (LOCAL,):
             return f"{total}: {self._on(self.nodes[0])}{colocated}"
         parts = [f"{node}: {self._on(node)}" for node in self.nodes]
         return f"{total}{colocated}: " + " | ".join(parts)

@@ -16,12 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
 from rltrain.config import Config
+from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
-from rltrain.controller.cluster.ray_nodes import read_nodes
-from rltrain.controller.cluster.ray_start import HostState, check_address, start_failure
+from rltrain.controller.cluster.ray_start import HostState, check_address, send_token, start_failure
 from rltrain.controller.cluster.reservation import Reservation, in_bundle, reserve
 from rltrain.planning.nodes import LOCAL, Slot
-from rltrain.planning.place import place, place_locally
 from rltrain.planning.placement import Placement
 from rltrain.policy.actor import Role
 
@@ -156,11 +155,7 @@ def placed_cluster(config: Config) -> Cluster:
         RuntimeError: others hold them for longer than ``cluster.start_timeout_s``.
         ValueError: there are too few.
     """
-    found = read_nodes()
-    if config.cluster.address is None:
-        placement = place_locally(config, found.nodes[0].total_gpus, found.driver)
-    else:
-        placement = place(config, found.nodes)
+    placement, found = find_place(config)
     logger.info("placement: %s", placement)
     placed = Cluster(placement, found.driver, found.ids)
     if config.cluster.address is None and placement.device == "cpu":
@@ -189,6 +184,7 @@ def running_ray(address: str | None) -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = False
     else:
         check_address(address)
+        send_token()
     # Its words about a dead actor would come beside ours, which have the actor's own error.
     ray._private.worker._worker_logs_enabled = False
     terminated = signal.getsignal(signal.SIGTERM)

@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rltrain.config.redact import strip_terminal_codes
 from rltrain.planning.memory_terms import GIB, gib
@@ -61,9 +61,28 @@ def check_address(address: str) -> None:
         ) from error
 
 
+def send_token() -> None:
+    """Show the cluster this user's token, if there is one.
+
+    `ray start --head` asks for a token wherever a Ray of this user has left one, and ``ray.init``
+    at an address sends it only when it is told to. A cluster without tokens takes it, too.
+    """
+    try:
+        from ray._private.authentication import authentication_token_setup as ray_tokens
+    except ImportError:  # a Ray that asks for none
+        return
+    loader: Any = ray_tokens.AuthenticationTokenLoader
+    config: Any = ray_tokens.Config
+    if "RAY_AUTH_MODE" not in os.environ and loader.instance().has_token(True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        config.initialize("")  # Ray read the environment when it was imported
+
+
 def start_failure(error: BaseException, address: str | None, machine: HostState) -> RuntimeError:
     """What an error of ``ray.init`` means."""
     said = " ".join(strip_terminal_codes(str(error)).split())
+    if "AuthenticationError" in str(error.__cause__):
+        said += ": AuthenticationError, its token is missing or another"
     failure = (
         f"Ray did not start: {said}" if address is None else f"cluster.address={address}: {said}"
     )
@@ -74,6 +93,11 @@ def start_failure(error: BaseException, address: str | None, machine: HostState)
 def _remedy(said: str, address: str | None, machine: HostState) -> str:
     if "Version mismatch" in said:
         return "Install the cluster's versions of Ray and Python here, or the other way round"
+    if "AuthenticationError" in said:
+        return (
+            "The cluster asks for a token: copy ~/.ray/auth_token of the machine where it was "
+            "started to this one, or start it with RAY_AUTH_MODE=disabled in a closed network"
+        )
     if "AF_UNIX" in said:
         return f"The path of {machine.temporary} is too long for Ray: set RAY_TMPDIR=/tmp"
     if address is not None:
