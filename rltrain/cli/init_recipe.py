@@ -13,7 +13,7 @@ import yaml
 from rltrain.cli.init_data import SAMPLE, look_at_data
 from rltrain.config import Config
 from rltrain.config.data import BUILT_IN_REWARDS
-from rltrain.planning.plan_faults import NODE
+from rltrain.planning.machine import GPUS_OF_A_NODE
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
 
@@ -43,9 +43,10 @@ def recipe_values(name: str, choices: Choices, base: Config | None) -> dict[str,
     Raises:
         ValueError: there is no such model, data or reward, or not that many GPUs on one host.
     """
-    if choices.gpus is not None and not 1 <= choices.gpus <= NODE:
+    if choices.gpus is not None and not 1 <= choices.gpus <= GPUS_OF_A_NODE:
         raise ValueError(
-            f"--gpus {choices.gpus}: expected 1 to {NODE}: a run uses the GPUs of one host [RL1002]"
+            f"--gpus {choices.gpus}: expected 1 to {GPUS_OF_A_NODE}: it writes a layout for one node"
+            " [RL1002]"
         )
     if base is not None and choices.gpus is not None:
         raise ValueError(

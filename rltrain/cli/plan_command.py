@@ -1,13 +1,16 @@
-"""``rltrain plan``: what a configuration needs, before anything is started. No GPU, no Ray.
+"""``rltrain plan``: what a configuration needs, before anything is started. No GPU, and no Ray
+without ``--cluster``.
 
-It plans for GPUs with ``--gpus`` or ``cluster.device=cuda``, or if this machine has GPUs. Else it
-plans for the CPU of this machine.
+It plans for GPUs with ``--gpus``, ``--nodes`` or ``cluster.device=cuda``, or if this machine has
+GPUs. Else it plans for the CPU of this machine.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rltrain.algorithms.advantages import needs_critic
+from rltrain.cli.plan_nodes import AskedNodes
 from rltrain.config import Config
 from rltrain.config.hydra_groups import conf_folder
 from rltrain.controller.checks.engine_shapes import Device, check_cpu_heads, check_tensor_parallel
@@ -19,34 +22,47 @@ from rltrain.controller.checks.model_checks import (
 )
 from rltrain.planning.machine import GpuMachine, device
 from rltrain.planning.memory_terms import GIB
+from rltrain.planning.nodes import Node
 from rltrain.planning.plan_cpu import Host, describe_cpu
 from rltrain.planning.plan_text import describe_gpus
 from rltrain.weights.architecture.decoder import Architecture
 
 
-def plan(config: Config, gpus: int | None, gpu_memory_gib: float) -> int:
-    """Print placement, batch and memory; the exit status is 1 when the run does not fit, or would
-    span nodes.
+def plan(config: Config, asked: AskedNodes, gpu_memory_gib: float) -> int:
+    """Print placement, batch and memory; the exit status is 1 when the run does not fit.
 
     Args:
-        gpus: how many there are; as many as it takes where it is None
-        gpu_memory_gib: of each
+        gpu_memory_gib: of each GPU
 
     Raises:
         ValueError: the configuration does not go with the model.
+        RuntimeError: the cluster that was asked for cannot be joined.
     """
     config, note = with_architecture(config)
-    # --gpus plans for another machine.
-    where = "cuda" if gpus else device(config.cluster)
+    nodes, driver = asked.read(config)
+    # Nodes that are asked for are those of other machines.
+    where = device(config.cluster) if nodes is None else _device(config, nodes)
     arch = check_plan(config, where)
     has_critic = needs_critic(config.algorithm)
-    if where == "cpu":
-        text, fits = describe_cpu(config, arch, Host.this(), note, has_critic=has_critic)
+    if where == "cuda":
+        machine = GpuMachine(nodes, int(gpu_memory_gib * GIB))
+        text, fits = describe_gpus(
+            config, arch, machine, note, has_critic=has_critic, driver=driver
+        )
     else:
-        machine = GpuMachine(gpus, int(gpu_memory_gib * GIB))
-        text, fits = describe_gpus(config, arch, machine, note, has_critic=has_critic)
+        host = Host.this()
+        text, fits = describe_cpu(
+            config, arch, host, note, has_critic=has_critic, nodes=nodes, driver=driver
+        )
     sys.stdout.write(text)
     return 0 if fits else 1
+
+
+def _device(config: Config, nodes: Sequence[Node]) -> Device:
+    wanted = config.cluster.device
+    if wanted == "auto":
+        return "cuda" if any(node.total_gpus for node in nodes) else "cpu"
+    return wanted
 
 
 def with_architecture(config: Config) -> tuple[Config, str]:

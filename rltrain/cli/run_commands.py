@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperCommand
 
 from rltrain.cli.parameters import OVERRIDES, ConfigDir, Overrides, listed
+from rltrain.cli.plan_nodes import AskedNodes, PlanCommand
 
 commands = typer.Typer()
 PANEL = "Train"
@@ -95,12 +96,39 @@ def data(overrides: Overrides, config_dir: ConfigDir = None) -> int:
     return data(config)
 
 
-@commands.command(**listed("rltrain plan +recipe=grpo_qwen3_30b_a3b_8gpu --gpus 8", panel=PANEL))
+@commands.command(
+    cls=PlanCommand,
+    **listed(
+        "rltrain plan +recipe=grpo_qwen3_30b_a3b_8gpu --gpus 8",
+        "rltrain plan +recipe=grpo_qwen3_30b_a3b_32gpu --nodes 4x8",
+        "rltrain plan recipe.yaml --cluster",
+        panel=PANEL,
+    ),
+)
 def plan(
     overrides: Overrides,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="How many there are. Default: as many as it takes."),
+        typer.Option(
+            min=1,
+            help="How many there are, on nodes of 8; with --nodes N, on each. Default: as many as "
+            "it takes.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|NxGPUS,...",
+            help="So many nodes, as in 4 or 4x8,2x4. With cluster.device=cpu, CPUs instead.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Plan on what is free on the nodes of a running Ray cluster. Default: that of "
+            "cluster.address, or the one that Ray finds here.",
+        ),
     ] = None,
     gpu_memory_gib: Annotated[
         float, typer.Option(min=1.0, help="Of each GPU. The default is an H100's.")
@@ -113,7 +141,7 @@ def plan(
     config = compose(overrides, config_dir)  # a mistake in it is said before the rest is imported
     from rltrain.cli.plan_command import plan
 
-    return plan(config, gpus, gpu_memory_gib)
+    return plan(config, AskedNodes(gpus, nodes, cluster), gpu_memory_gib)
 
 
 @commands.command(

@@ -8,19 +8,27 @@ from typing import Literal
 
 from rltrain.config import Config
 from rltrain.config.trainer import ClusterConfig
+from rltrain.planning.nodes import Node
 
+GPUS_OF_A_NODE = 8
 RANKS_PER_CORE = 4
 """At small sizes ranks wait for one another more than they compute. With more, they only wait."""
 
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """A machine that a run is planned for."""
+    """What a run is planned for: GPUs of one or more nodes."""
 
-    gpus: int | None
-    """How many there are; None: as many as the run needs."""
+    nodes: tuple[Node, ...] | None
+    """None: as many as the run needs."""
     memory: int
-    """Bytes of each."""
+    """Bytes of each GPU."""
+    per_node: int = GPUS_OF_A_NODE
+    """Where ``nodes`` is None."""
+
+    @property
+    def gpus(self) -> int | None:
+        return None if self.nodes is None else sum(node.gpus for node in self.nodes)
 
 
 def device(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:

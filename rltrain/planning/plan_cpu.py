@@ -10,6 +10,9 @@ from rltrain.planning import policy_memory as memory
 from rltrain.planning.engine_memory import engine_memory
 from rltrain.planning.machine import RANKS_PER_CORE, count_cores
 from rltrain.planning.memory_terms import GIB, Term, gib, total
+from rltrain.planning.nodes import Node
+from rltrain.planning.place import place_on_cpus
+from rltrain.planning.plan_nodes import map_lines, traffic_lines
 from rltrain.planning.plan_text import batch_lines, counted, model_lines, stage_lines, term_lines
 from rltrain.planning.rank_count import arithmetic, count_ranks
 from rltrain.weights.architecture.decoder import Architecture
@@ -31,9 +34,75 @@ class Host:
 
 
 def describe_cpu(
-    config: Config, arch: Architecture, host: Host, note: str, *, has_critic: bool
+    config: Config,
+    arch: Architecture,
+    host: Host,
+    note: str,
+    *,
+    has_critic: bool,
+    nodes: Sequence[Node] | None = None,
+    driver: str | None = None,
 ) -> tuple[str, bool]:
-    """The whole text for a run on a CPU, and whether it fits."""
+    """The whole text for a run on CPUs, and whether it fits.
+
+    Args:
+        host: this machine
+        nodes: those of a cluster; None: the run is on this machine alone
+        driver: the node that the run is started on, where it is known
+    """
+    if nodes is not None:
+        return _on_nodes(config, arch, nodes, note, driver, has_critic=has_critic)
+    blocks, parts = _memory(config, arch, has_critic=has_critic)
+    faults = _faults(config, parts, host)
+    verdict = f"{'does not fit' if faults else 'fits'}: {gib(total(parts))} of {gib(host.memory)}"
+    blocks = [
+        model_lines(arch, note),
+        _placement(config, arch, host),
+        batch_lines(config, arch),
+        *blocks,
+        ["memory of the machine", *term_lines(parts)],
+        [verdict, *(f"  {fault}" for fault in faults)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n", not faults
+
+
+def _on_nodes(
+    config: Config,
+    arch: Architecture,
+    nodes: Sequence[Node],
+    note: str,
+    driver: str | None,
+    *,
+    has_critic: bool,
+) -> tuple[str, bool]:
+    """Of a run on the CPUs of a cluster. What memory its nodes have is not known."""
+    blocks, parts = _memory(config, arch, has_critic=has_critic)
+    blocks += [["memory of all nodes", *term_lines(parts)]]
+    where = ["placement: by the CPUs that Ray counts on its nodes", *_layout(config, arch)]
+    try:
+        placed = place_on_cpus(config, nodes)
+    except ValueError as error:
+        found, moved, verdict = [], [], ["does not fit", f"  {error}"]
+    else:
+        found = map_lines(config, placed, nodes)
+        moved = traffic_lines(config, arch, placed, driver)
+        verdict = [f"fits the CPUs of {counted(len(placed.nodes), 'node')}"]
+    blocks = [
+        model_lines(arch, note),
+        where,
+        found,
+        batch_lines(config, arch),
+        *blocks,
+        moved,
+        verdict,
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n", bool(found)
+
+
+def _memory(
+    config: Config, arch: Architecture, *, has_critic: bool
+) -> tuple[list[list[str]], list[Term]]:
+    """What a rank of each kind holds, in lines, and what all ranks together do."""
     layout = config.policy.parallel
     stages = range(layout.pp)
     groups = {"policy rank": [_policy(config, arch, stage) for stage in stages]}
@@ -48,7 +117,7 @@ def describe_cpu(
         )
         for name, stages_of in groups.items()
     ]
-    blocks = [model_lines(arch, note), _placement(config, arch, host), batch_lines(config, arch)]
+    blocks = []
     for name, stages_of in groups.items():
         fullest = max(stages_of, key=total)
         blocks.append([f"memory of a {name}, the fullest", *term_lines(fullest)])
@@ -63,22 +132,23 @@ def describe_cpu(
             )
         )
         blocks.append(["memory of an engine rank", *term_lines(engine)])
-    parts.append(CONTROLLER)
-    blocks.append(["memory of the machine", *term_lines(parts)])
-    faults = _faults(config, parts, host)
-    verdict = f"{'does not fit' if faults else 'fits'}: {gib(total(parts))} of {gib(host.memory)}"
-    blocks.append([verdict, *(f"  {fault}" for fault in faults)])
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n", not faults
+    return blocks, [*parts, CONTROLLER]
 
 
 def _placement(config: Config, arch: Architecture, host: Host) -> list[str]:
-    p = config.policy.parallel
     return [
         "placement: on the CPU of this machine; for GPUs, add --gpus N or cluster.device=cuda",
+        *_layout(config, arch),
+        f"  {counted(count_ranks(config), 'rank')} in all share {counted(host.cores, 'core')}",
+    ]
+
+
+def _layout(config: Config, arch: Architecture) -> list[str]:
+    p = config.policy.parallel
+    return [
         f"  policy: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} = {p.world_size} ranks; experts "
         f"over ep {p.ep} x etp {p.etp}",
         *stage_lines(config, arch),
-        f"  {counted(count_ranks(config), 'rank')} in all share {counted(host.cores, 'core')}",
     ]
 
 

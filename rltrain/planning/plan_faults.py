@@ -10,8 +10,6 @@ from rltrain.planning.placement import Placement
 from rltrain.planning.plan_colocation import OFFLOADED_POLICY, SLEEPING_ENGINE, weight_sync
 from rltrain.planning.rank_count import count_gpus, modes_to_try
 
-NODE = 8
-"""GPUs of a node."""
 REMEDIES = {
     "parameters": "more policy.parallel.ep, pp or tp",
     "gradients": "more policy.parallel.ep, pp or tp",
@@ -57,35 +55,37 @@ def feasible_placement(config: Config, machine: GpuMachine) -> Placement:
     Raises:
         ValueError: no number of GPUs is enough.
     """
-    if machine.gpus is not None and not _too_few(config, machine):
-        return place_on_gpus(config, planned_nodes(machine.gpus, NODE))
-    mode = modes_to_try(config)[0]
-    enough = max(NODE, config.rollout.tensor_parallel) * count_gpus(config, mode)
-    free = config.model_copy(
-        update={"cluster": config.cluster.model_copy(update={"num_gpus": None})}
-    )
-    return place_on_gpus(free, planned_nodes(enough, max(NODE, config.rollout.tensor_parallel)))
+    if machine.nodes is not None and not _too_few(config, machine):
+        return place_on_gpus(config, machine.nodes)
+    unlimited = config.cluster.model_copy(update={"num_gpus": None})
+    # A machine with room for all, and a node for each engine.
+    size = max(machine.per_node, config.rollout.tensor_parallel)
+    room = size * (count_gpus(config, modes_to_try(config)[0]) + config.rollout.num_engines)
+    free = config.model_copy(update={"cluster": unlimited})
+    return place_on_gpus(free, planned_nodes(room, size))
 
 
 def _too_few(config: Config, machine: GpuMachine) -> str:
-    """The arithmetic, where there are too few GPUs."""
-    if machine.gpus is None:
+    """The reason, where there are too few GPUs."""
+    if machine.nodes is None:
         return ""
     try:
-        place_on_gpus(config, planned_nodes(machine.gpus, NODE))
+        place_on_gpus(config, machine.nodes)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def _gpu_faults(config: Config, machine: GpuMachine) -> list[str]:
-    faults = [fault] if (fault := _too_few(config, machine)) else []
-    if config.engine_ranks and config.rollout.tensor_parallel > NODE:
-        faults.append(
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel}: an engine lies on one node "
-            f"of {NODE} GPUs; lower it, or hold the weights in rollout.quantization=fp8"
-        )
-    return faults
+    if fault := _too_few(config, machine):
+        return [fault]
+    size = config.rollout.tensor_parallel
+    if machine.nodes is None and config.engine_ranks and size > machine.per_node:
+        return [
+            f"rollout.tensor_parallel={size}: an engine lies on one node of {machine.per_node} "
+            "GPUs; lower it, or hold the weights in rollout.quantization=fp8"
+        ]
+    return []
 
 
 def _policy_faults(policy: list[list[Term]], gpu_memory: int) -> list[str]:

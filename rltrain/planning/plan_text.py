@@ -1,7 +1,6 @@
 """The text of ``rltrain plan``: placement, batch identity, memory and its arithmetic."""
 
-from collections.abc import Iterable
-from math import ceil
+from collections.abc import Iterable, Sequence
 
 from rltrain.config import Config
 from rltrain.parallel.layer_map import Pipeline
@@ -9,31 +8,45 @@ from rltrain.planning import policy_memory as memory
 from rltrain.planning.engine_memory import EngineMemory, engine_memory
 from rltrain.planning.machine import GpuMachine
 from rltrain.planning.memory_terms import GIB, Term, gib, total
+from rltrain.planning.nodes import Node
 from rltrain.planning.placement import Placement
 from rltrain.planning.plan_colocation import generation, host, training, weight_sync
-from rltrain.planning.plan_faults import NODE, feasible_placement, find_faults
+from rltrain.planning.plan_faults import feasible_placement, find_faults
+from rltrain.planning.plan_nodes import map_lines, traffic_lines
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.stored_model import owned_parameters, parameter_numel
 
-ONE_NODE = "a run spans one node today"
 RESERVE = Term("CUDA, NCCL, allocator", "assumed", 6 * GIB)
 
 
 def describe_gpus(
-    config: Config, arch: Architecture, machine: GpuMachine, note: str, *, has_critic: bool
+    config: Config,
+    arch: Architecture,
+    machine: GpuMachine,
+    note: str,
+    *,
+    has_critic: bool,
+    driver: str | None = None,
 ) -> tuple[str, bool]:
-    """The whole text for a run on GPUs, and whether it fits and can run."""
+    """The whole text for a run on GPUs, and whether it fits.
+
+    Args:
+        driver: the node that the run is started on, where it is known
+    """
     placement = feasible_placement(config, machine)
+    several = len(machine.nodes or placement.nodes) > 1
     stages = range(config.policy.parallel.pp)
     policy = [policy_terms(config, arch, stage, has_critic=has_critic) for stage in stages]
     engine = engine_memory(config, arch, machine.memory) if config.engine_ranks else None
     blocks = [
         model_lines(arch, note),
         _placement(config, arch, machine, placement),
+        map_lines(config, placement, machine.nodes or ()) if several else [],
         batch_lines(config, arch),
         _policy(config, arch, policy),
         _engine(config, engine) if engine else [],
         _phases(config, policy, engine) if engine and placement.colocated else [],
+        traffic_lines(config, arch, placement, driver) if several else [],
     ]
     faults = find_faults(config, policy, engine, machine, placement)
     verdict = [
@@ -41,11 +54,8 @@ def describe_gpus(
         f"{gib(max(map(total, policy)))} the fullest policy rank",
         *(f"  {fault}" for fault in faults),
     ]
-    nodes = ceil(placement.num_gpus / NODE)
-    if nodes > 1:
-        verdict.append(f"cannot run: needs {nodes} nodes of {NODE} GPUs; {ONE_NODE}")
     text = "\n\n".join("\n".join(block) for block in (*blocks, verdict) if block)
-    return f"{text}\n", not faults and nodes == 1
+    return f"{text}\n", not faults
 
 
 def policy_terms(config: Config, arch: Architecture, stage: int, *, has_critic: bool) -> list[Term]:
@@ -79,7 +89,7 @@ def _placement(
     config: Config, arch: Architecture, machine: GpuMachine, placement: Placement
 ) -> list[str]:
     p, rollout = config.policy.parallel, config.rollout
-    there = "" if machine.gpus is None else f"; there are {machine.gpus}"
+    there = "" if machine.nodes is None else f"; there are {_listed(machine.nodes)}"
     lines = [
         "placement",
         f"  policy: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp} = {p.world_size} ranks; experts "
@@ -95,9 +105,15 @@ def _placement(
             + ", alternating with the policy on its GPUs"
             * placement.colocated
         )
-    nodes = ceil(placement.num_gpus / NODE)
-    lines.append(f"  GPUs: {placement.num_gpus}, {counted(nodes, 'node')} of {NODE}{there}")
+    nodes = counted(len(placement.nodes), "node")
+    lines.append(f"  GPUs: {placement.num_gpus}, on {nodes}{there}")
     return lines
+
+
+def _listed(nodes: Sequence[Node]) -> str:
+    """``8`` of one node, ``32 on 4`` of four."""
+    gpus = sum(node.gpus for node in nodes)
+    return f"{gpus}" if len(nodes) == 1 else f"{gpus} on {len(nodes)}"
 
 
 def stage_lines(config: Config, arch: Architecture) -> list[str]:

@@ -25,21 +25,6 @@ def block_sizes(parallel: ParallelConfig) -> tuple[list[int], list[int]]:
     return whole, [size for size in cutting if size not in whole]
 
 
-def groups(parallel: ParallelConfig) -> dict[str, list[range]]:
-    """Blocks of consecutive ranks that hold whole groups, by what they are groups of."""
-    sizes = {
-        "tp": parallel.tp,
-        "cp": parallel.tp * parallel.cp,
-        "etp": parallel.etp,
-        "ep": parallel.etp * parallel.ep,
-    }
-    world = parallel.world_size
-    return {
-        name: [range(start, start + size) for start in range(0, world, size)]
-        for name, size in sizes.items()
-    }
-
-
 def order_ranks(room: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """The node of each rank.
 

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from math import lcm
 from typing import Any
@@ -12,10 +13,9 @@ from hypothesis import strategies as st
 
 from rltrain.config import Config
 from rltrain.config.policy import ParallelConfig
-from rltrain.planning.nodes import Node, in_order, planned_nodes
+from rltrain.planning.node_layout import NodeLayout
+from rltrain.planning.nodes import Node, Slot, in_order, planned_nodes
 from rltrain.planning.place import place
-from rltrain.planning.placement import Placement
-from rltrain.planning.rank_order import groups
 
 LAYOUTS = [
     dict(zip(("tp", "cp", "dp", "pp", "ep", "etp"), sizes, strict=True))
@@ -42,13 +42,9 @@ def cpu_nodes(*free: float) -> list[Node]:
     return [Node(f"10.0.0.{n}", cpus=f, total_cpus=f) for n, f in enumerate(free)]
 
 
-def split(placed: Placement, layout: dict[str, int], slots: Any) -> set[str]:
+def split(layout: dict[str, int], slots: Sequence[Slot]) -> set[str]:
     """Kinds of groups of which some lie on two nodes."""
-    return {
-        name
-        for name, blocks in groups(ParallelConfig(**layout)).items()
-        if any(len({slots[rank].node for rank in block}) > 1 for block in blocks)
-    }
+    return set(NodeLayout(ParallelConfig(**layout), [slot.node for slot in slots]).crossing())
 
 
 def can_be_whole(
@@ -120,8 +116,8 @@ def test_all_have_a_place_or_none(
     for node in placed.nodes:  # its bundle has no GPU that nobody uses
         assert {s.gpu for s in placed.slots if s.node == node} == set(range(placed.gpus_on(node)))
     if not placed.colocated and can_be_whole(free, block, own * world // block, width, engines):
-        assert not split(placed, layout, placed.policy)
-        assert critic != "own" or not split(placed, layout, placed.critic)
+        assert not split(layout, placed.policy)
+        assert critic != "own" or not split(layout, placed.critic)
 
 
 def test_stages_and_an_engine_each_on_the_nodes_that_have_cpus() -> None:
@@ -151,7 +147,7 @@ def test_a_pipeline_crosses_nodes_and_expert_groups_do_not() -> None:
     assert [engine[0].node[-1] for engine in placed.engines] == ["0", "0", "3", "3"]
     # Where a group of experts finds no room, it is the only kind that is cut.
     placed = place(run, gpu_nodes(6, 6, 6, 6))
-    assert split(placed, run.policy.parallel.model_dump(), placed.policy) == {"ep"}
+    assert split(run.policy.parallel.model_dump(), placed.policy) == {"ep"}
 
 
 def test_the_policy_stays_on_few_nodes_and_the_drivers_comes_first() -> None:

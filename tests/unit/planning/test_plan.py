@@ -38,12 +38,44 @@ def test_the_tiny_recipe_fits_one_gpu_in_turns(capsys: pytest.CaptureFixture[str
     assert "  engines: 1 x 1 = 1 ranks, alternating with the policy on its GPUs\n  GPUs: 1," in text
 
 
-def test_several_nodes_are_refused_last(capsys: pytest.CaptureFixture[str]) -> None:
-    """Though each rank fits its card."""
-    text = printed(capsys, "+recipe=grpo_qwen3_30b_a3b_32gpu", "--gpus", "32", status=1)
-    *_, verdict, last = text.splitlines()
-    assert verdict.startswith("fits: ")
-    assert last == "cannot run: needs 4 nodes of 8 GPUs; a run spans one node today"
+def test_several_nodes_have_a_map_and_the_bytes_between_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = "+recipe=grpo_qwen3_30b_a3b_32gpu"
+    text = printed(capsys, recipe, "--gpus", "32", status=0)
+    assert "  GPUs: 32, on 4 nodes; there are 32 on 4\n" in text
+    assert "  node-1: policy 8-15 (stage 1); 8 GPUs\n" in text
+    assert "  node-3: engines 0-3; 8 GPUs\n" in text
+    *_, last = text.splitlines()
+    assert last.startswith("fits: ")
+    # Two borders between three stages; nothing of the gradients, as a stage fills a node.
+    tokens = 2048 * 5120
+    activations = 2 * 3 * tokens * 2048 * 2 / GIB
+    assert f"{activations:.3f} GiB  activations of the pipeline" in text
+    assert f"{tokens * 48 * 8 / GIB:.3f} GiB  routes: " in text and "estimate" not in text
+    assert printed(capsys, recipe, "--nodes", "4x8", status=0) == text
+    assert printed(capsys, recipe, "--nodes", "4", "--gpus", "8", status=0) == text
+    uneven = printed(capsys, recipe, "--nodes=2x8,3x6", "policy.parallel.ep=4", status=0)
+    assert "node-2: policy 16-19 (stage 2)" in uneven and "estimate" in uneven
+    few = printed(capsys, recipe, "--nodes=3x8", "cluster.placement=disaggregated", status=1)
+    assert "expected 32 (disaggregated) GPUs, found 24" in few and "  node-2  8     8 " in few
+    small = printed(capsys, recipe, "--nodes=20x3", status=0)
+    assert "  ep groups cross nodes: none has room for one of 8 ranks" in small
+    assert "exchange among experts (estimate)" in small
+    for wrong in (["--nodes=4x"], ["--nodes=0"], ["--nodes=4x8", "--gpus=8"]):
+        assert main(["plan", recipe, *wrong]) == 2
+        assert "expected a number of nodes" in capsys.readouterr().err
+    assert main(["plan", recipe, "--cluster", "--gpus=8"]) == 2
+    assert "drop one of them" in capsys.readouterr().err
+
+
+def test_on_cpus_nodes_are_planned_by_their_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["cluster.device=cpu", "policy.parallel.pp=2", "policy.parallel.dp=2"]
+    text = printed(capsys, "+recipe=grpo_moe_r3", *layout, "--nodes=2x3", status=0)
+    assert "  node-0: policy 0-1 (stage 0), engines 0\n  node-1: policy 2-3 (stage 1)\n" in text
+    assert text.endswith("fits the CPUs of 2 nodes\n")
+    text = printed(capsys, "+recipe=grpo_moe_r3", *layout, "--nodes=2x2", status=1)
+    assert "expected 5 free CPUs (4 ranks x cluster.cpus_per_rank=1 + 1 engine" in text
 
 
 @pytest.mark.parametrize(
