@@ -45,8 +45,8 @@ def recipe_values(name: str, choices: Choices, base: Config | None) -> dict[str,
     """
     if choices.gpus is not None and not 1 <= choices.gpus <= GPUS_OF_A_NODE:
         raise ValueError(
-            f"--gpus {choices.gpus}: expected 1 to {GPUS_OF_A_NODE}: it writes a layout for one node"
-            " [RL1002]"
+            f"--gpus {choices.gpus}: expected 1 to {GPUS_OF_A_NODE}: it writes a layout for one "
+            "node [RL1002]"
         )
     if base is not None and choices.gpus is not None:
         raise ValueError(
