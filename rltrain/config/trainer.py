@@ -70,8 +70,13 @@ class ClusterConfig(Section):
     cpus_per_engine: Annotated[float, Field(ge=0.001)] = 1.0
     """The same for an engine."""
     interface: NotEmpty | None = None
-    """Network interface of every node, such as ``eth0``, by which the ranks talk to one another.
-    null: the one that has the node's Ray address."""
+    """Network interface of every node, such as ``eth0``, by which ranks and engines talk to one
+    another. null: the one that has the node's Ray address. ``GLOO_SOCKET_IFNAME`` and
+    ``NCCL_SOCKET_IFNAME`` stay as they are where you set them."""
+    ports: list[Annotated[int, Field(ge=1, le=65535)]] = Field(default_factory=list)
+    """First and last TCP port at which rank 0 of the policy, and of the critic, may listen for the
+    others: two runs on a node need four. ``[]``: any free one. Gloo and NCCL choose theirs among
+    those of ``net.ipv4.ip_local_port_range`` of the node."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
     node_timeout_s: Annotated[float, Field(ge=5)] = 30.0
@@ -88,6 +93,22 @@ class ClusterConfig(Section):
     def env_leaves_our_own_alone(cls, env: dict[str, Any]) -> dict[str, Any]:
         check_env(env)
         return env
+
+    @field_validator("ports")
+    @classmethod
+    def ports_are_a_range(cls, ports: list[int]) -> list[int]:
+        if ports and (len(ports) != 2 or ports[0] > ports[1]):
+            raise ValueError(f"expected the first and the last port, found {ports}")
+        return ports
+
+    @model_validator(mode="after")
+    def an_interface_is_of_a_cluster(self) -> Self:
+        if self.address is None and (self.interface is not None or self.ports):
+            raise ValueError(
+                "interface and ports are those of a cluster, and without cluster.address a run "
+                "listens on the loopback interface: set cluster.address, or drop them"
+            )
+        return self
 
     @model_validator(mode="after")
     def gpus_are_for_cuda(self) -> Self:

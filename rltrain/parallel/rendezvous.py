@@ -10,6 +10,7 @@ functions that need it.
 """
 
 import errno
+import os
 import socket
 import threading
 import time
@@ -60,18 +61,20 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def serve(host: str, sock: socket.socket | None = None) -> Address:
+def serve(host: str, ports: Sequence[int] = (), *, sock: socket.socket | None = None) -> Address:
     """Begin to serve a store at a free port of this host's address ``host``, and at no other.
 
     Args:
+        ports: see `listen`
         sock: one that listens there already
 
     Raises:
+        RendezvousFailed: no port is free.
         OSError: the address is none of this host.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listening = sock or listen(host)
+    listening = sock or listen(host, ports)
     address = Address(*listening.getsockname()[:2])
     _served[address] = TCPStore(
         *address, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
@@ -79,10 +82,24 @@ def serve(host: str, sock: socket.socket | None = None) -> Address:
     return address
 
 
-def listen(host: str) -> socket.socket:
-    """A socket that listens at a free port of ``host``."""
+def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
+    """A socket that listens at a free port of ``host``.
+
+    Args:
+        ports: the first and the last one that may be used; empty: any
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=4096)
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((host, port), family=family, backlog=4096)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    raise RendezvousFailed(
+        f"expected a free port of {host} from {first} to {last}, where rank 0 can listen for the "
+        "others, and found none: widen cluster.ports [RL4034]"
+    )
 
 
 @dataclass(frozen=True)
@@ -143,16 +160,16 @@ class Rendezvous:
         Raises:
             RendezvousFailed: it raises, or takes longer than ``timeout_s`` or `CONNECT_S`.
         """
-        limit = min(timeout_s, CONNECT_S)
+        limit, variable = min(timeout_s, CONNECT_S), f"{backend.upper()}_SOCKET_IFNAME"
         try:
             return within(limit, work)
         except (RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(
                 f"{self.members[rank]} met the others at {self.store}, but {backend} could not "
                 f"connect it to the ranks on {', '.join(self.nodes)} within "
-                f"{limit:g} s: {_first_line(error)}. Expected a network interface by which these "
-                f"nodes reach one another: see cluster.interface and {backend.upper()}_SOCKET_"
-                "IFNAME, and open all TCP ports between the nodes [RL4033]"
+                f"{limit:g} s: {_reason(error)}. Its {variable} is {os.environ.get(variable)}: "
+                "expected the interface by which these nodes reach one another. Unset it or set "
+                "cluster.interface, and open all TCP ports between the nodes [RL4033]"
             ) from error
 
     def _reach(self, rank: int, timeout_s: float) -> "TCPStore":
@@ -173,8 +190,8 @@ class Rendezvous:
         except (OSError, RuntimeError) as error:
             raise RendezvousFailed(
                 f"{self.members[rank]} could not reach {self.store}, where all ranks meet, within "
-                f"{limit:g} s: {_reason(error)}. Open this port in the firewall, or set "
-                "cluster.interface to the network that all nodes share [RL4031]"
+                f"{limit:g} s: {_reason(error)}. Open this port in the firewall (cluster.ports), "
+                "or set cluster.interface to the network that all nodes share [RL4031]"
             ) from error
 
     def _absent(self, store: Any, rank: int, size: int, timeout_s: float, error: Exception) -> str:

@@ -64,7 +64,7 @@ class ModelActor:
         patch_megatron()
         torch.manual_seed(config.trainer.seed)
         self._worker_class()
-        return Prepared(node_address(), None if rank else serve(host))
+        return Prepared(node_address(), None if rank else serve(host, config.cluster.ports))
 
     def start(self, rendezvous: Rendezvous) -> None:
         """Join the other ranks and load the model. Collective."""

@@ -136,7 +136,7 @@ def _run(
     try:
         _here = here
         if sock is not None:
-            serve(LOOPBACK, sock)
+            serve(LOOPBACK, sock=sock)
         set_variables("lo", LOOPBACK)
         if device == "cpu":
             torch.set_num_threads(1)

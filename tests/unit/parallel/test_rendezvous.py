@@ -61,6 +61,15 @@ def test_a_store_listens_on_its_address_alone() -> None:
         socket.create_connection((LOOPBACK, store.port), timeout=5)
 
 
+def test_a_store_listens_in_its_range_of_ports() -> None:
+    with listen("127.0.0.4") as taken:
+        first = taken.getsockname()[1]
+        with listen("127.0.0.4", [first, first + 20]) as next_one:
+            assert first < next_one.getsockname()[1] <= first + 20
+        with pytest.raises(RendezvousFailed, match=rf"from {first} to {first}, .*\[RL4034\]"):
+            serve("127.0.0.4", [first, first])
+
+
 def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     at = meeting()
     for rank, text in zip([0, 1], join(at, [0, 1], timeout_s=1.0), strict=True):
@@ -106,7 +115,8 @@ def test_the_wrong_service_at_the_port_is_no_store() -> None:
     assert "could not reach" in text and text.endswith("[RL4031]")
 
 
-def test_ranks_that_cannot_connect_are_named() -> None:
+def test_ranks_that_cannot_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     at = meeting()
 
     def refused() -> None:
@@ -116,7 +126,7 @@ def test_ranks_that_cannot_connect_are_named() -> None:
         at.connect(1, "gloo", refused, 5.0)
     text = str(error.value)
     assert "policy rank 1 on node 10.77.0.2" in text and "10.77.0.1, 10.77.0.2 within 5 s" in text
-    assert "remote=[127.0.0.1]:5." in text and "frame" not in text and "GLOO_SOCKET_IFNAME" in text
+    assert "remote=[127.0.0.1]:5. Its GLOO_SOCKET_IFNAME is lo" in text and "frame" not in text
 
 
 def test_a_connection_that_hangs_ends_at_the_limit() -> None:
