@@ -2,8 +2,8 @@
 
     python tests/gpu/test_weight_sync.py FOLDER [ipc] [broadcast]       # where there is no pytest
 
-A sender process holds three sets of random weights and hands them out as the policy's ranks do, by
-CUDA IPC on the engine's GPU or by NCCL from another one. The engine, eager and with CUDA graphs,
+Sender processes hold three sets of random weights and hand them out as the policy's ranks do: one by
+CUDA IPC on the engine's GPU, or two by NCCL from another one, which are two pipeline stages. The engine, eager and with CUDA graphs,
 is put to sleep at level 2, which forgets its weights, and synced to sets 1, 2 and 1 again. After
 each sync its tensors and log-probabilities must be those of an engine that was started on that set.
 """
@@ -58,8 +58,8 @@ def save_models(folder: Path) -> None:
 # The sender's process
 
 
-def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
-    """Answers ``begin SET`` and ``next`` until the pipe is closed."""
+def send(pipe: Connection, folder: Path, number: int, stage: int, stages: int) -> None:
+    """Answers ``begin SET`` and ``next`` until the pipe is closed, for one of the stages."""
     import torch
     from safetensors.torch import load_file
 
@@ -70,7 +70,10 @@ def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     sets = {seed: load_file(folder / f"set{seed}" / "model.safetensors") for seed in SETS}
-    on_device = {s: {n: t.to(device) for n, t in held.items()} for s, held in sets.items()}
+    on_device = {
+        seed: [(name, held[name].to(device)) for name in part(list(held), stage, stages)]
+        for seed, held in sets.items()
+    }
     pipe.send("ready")
     group: BroadcastGroup | None = None
     stream: BucketStream | None = None
@@ -84,7 +87,8 @@ def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
                 if group is None
                 else BroadcastSender(group, device, BUCKET_BYTES)
             )
-            stream = BucketStream(iter(on_device[arguments[0]].items()), sender, BUCKET_BYTES)
+            tensors = iter(on_device[arguments[0]])
+            stream = BucketStream(tensors, sender, BUCKET_BYTES, stage=stage, stages=stages)
         elif what == "next":
             assert stream is not None
             pipe.send(stream.next_bucket())
@@ -92,6 +96,11 @@ def send(pipe: Connection, folder: Path, transport: str, number: int) -> None:
             assert stream is not None
             stream.close()
             pipe.send(torch.cuda.memory_allocated(device))
+
+
+def part(names: list[str], stage: int, stages: int) -> list[str]:
+    """The names of a stage: as many of them as of the others, in their order."""
+    return names[len(names) * stage // stages : len(names) * (stage + 1) // stages]
 
 
 # The engine's process
@@ -144,47 +153,63 @@ def synced(folder: Path, mode: str, transport: str) -> None:
     from rltrain.parallel.rendezvous import Rendezvous
 
     context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    number = 0 if transport == "ipc" else 1
-    sender = context.Process(target=send, args=(theirs, folder, transport, number), daemon=True)
-    sender.start()
+    number, stages = (0, 1) if transport == "ipc" else (1, 2)
+    pipes, senders = [], []
+    for stage in range(stages):
+        pipe, theirs = context.Pipe()
+        sender = context.Process(
+            target=send, args=(theirs, folder, number, stage, stages), daemon=True
+        )
+        sender.start()
+        pipes.append(pipe)
+        senders.append(sender)
     engine = engine_on(folder / "set0", mode, sleeps=True)
-    assert pipe.recv() == "ready"
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * stages
     state(engine)  # as an engine that has generated before
     if transport == "broadcast":
-        meeting = Rendezvous.local(2)
-        pipe.send(("join", meeting, 0))
-        group = {"stage": 0, "rendezvous": asdict(meeting), "ranks": [1]}
-        info = {"node": None, "shares": False, "groups": [group]}
+        meetings = [Rendezvous.local(2) for _ in pipes]
+        for pipe, meeting in zip(pipes, meetings, strict=True):
+            pipe.send(("join", meeting, 0))
+        groups = [
+            {"stage": stage, "rendezvous": asdict(meeting), "ranks": [1]}
+            for stage, meeting in enumerate(meetings)
+        ]
+        info = {"node": None, "shares": False, "groups": groups}
         info |= {"start_timeout_s": 60.0, "timeout_s": 60.0}
         engine.init_weight_transfer_engine({"init_info": info})
     for seed in SYNCS:
         engine.sleep(level=2)
         engine.wake_up(tags=["weights"])
         start = time.perf_counter()
-        count = sync(engine, pipe, seed)
+        count = sync(engine, pipes, seed)
         seconds = time.perf_counter() - start
         engine.wake_up(tags=["kv_cache"])
         assert engine.reset_prefix_cache()
         compare(state(engine), json.loads((folder / f"fresh-{mode}-{seed}.json").read_text()))
         say(f"{transport}, {mode}, set {seed}: {count} buckets, {seconds:.3f} s, bitwise equal")
-    pipe.send("end")
-    sender.join(30)
+    for pipe, sender in zip(pipes, senders, strict=True):
+        pipe.send("end")
+        sender.join(30)
 
 
-def sync(engine: Any, pipe: Connection, seed: int) -> int:
+def sync(engine: Any, pipes: Sequence[Connection], seed: int) -> int:
     """As the controller syncs; returns how many buckets it took."""
-    pipe.send(("begin", seed))
+    for pipe in pipes:
+        pipe.send(("begin", seed))
     engine.start_weight_update()
-    pipe.send(("next",))
-    bucket, count = pipe.recv(), 0
-    while bucket is not None:
-        pipe.send(("next",))  # fills the other slot while this one is loaded
-        engine.update_weights({"update_info": dict(bucket)})
-        bucket, count = pipe.recv(), count + 1
+    for pipe in pipes:
+        pipe.send(("next",))
+    count = 0
+    for pipe in pipes:
+        bucket = pipe.recv()
+        while bucket is not None:
+            pipe.send(("next",))  # fills the other slot while this one is loaded
+            engine.update_weights({"update_info": dict(bucket)})
+            bucket, count = pipe.recv(), count + 1
     engine.finish_weight_update()
-    pipe.send(("close",))
-    say(f"the sender holds {pipe.recv() / 2**20:.0f} MiB besides its buckets")
+    for pipe in pipes:
+        pipe.send(("close",))
+        say(f"a sender holds {pipe.recv() / 2**20:.0f} MiB besides its buckets")
     assert count > 4
     return count
 
