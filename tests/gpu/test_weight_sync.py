@@ -2,10 +2,11 @@
 
     python tests/gpu/test_weight_sync.py FOLDER [ipc] [broadcast]       # where there is no pytest
 
-Sender processes hold three sets of random weights and hand them out as the policy's ranks do: one by
-CUDA IPC on the engine's GPU, or two by NCCL from another one, which are two pipeline stages. The engine, eager and with CUDA graphs,
-is put to sleep at level 2, which forgets its weights, and synced to sets 1, 2 and 1 again. After
-each sync its tensors and log-probabilities must be those of an engine that was started on that set.
+Sender processes hold three sets of random weights and hand them out as the policy's ranks do: one
+by CUDA IPC on the engine's GPU, or two, a pipeline stage each, by NCCL from another GPU. The engine
+(eager and with CUDA graphs) is put to sleep at level 2, which forgets its weights, and synced to
+sets 1, 2 and 1 again. After each sync its tensors and log-probabilities must be those of an engine
+that was started on that set.
 """
 
 import json
