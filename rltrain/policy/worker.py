@@ -41,6 +41,7 @@ from rltrain.weights.huggingface.manifest import ManifestEntry
 from rltrain.weights.sync.broadcast import SENDER, BroadcastGroup, BroadcastSender, SenderLink
 from rltrain.weights.sync.cuda_ipc import IpcSender, device_name
 from rltrain.weights.sync.engine_fp8 import quantize_stream
+from rltrain.weights.sync.gathering import Gathering
 from rltrain.weights.sync.sender import full_tensors, stage_tensors
 from rltrain.weights.sync.stream import BUCKET_BYTES, Bucket, BucketSender, BucketStream
 
@@ -298,12 +299,14 @@ class PolicyWorker(MegatronWorker):
         """Its GPU, by a name that other processes give it too, or "cpu"."""
         return device_name(self.device)
 
-    def join_receivers(self, link: SenderLink | None) -> None:
+    def join_receivers(self, link: SenderLink | None, senders: Sequence[int]) -> None:
         """Join the workers of engines that get this rank's bytes. Collective with them.
 
         Args:
             link: None: this rank sends nothing
+            senders: all ranks that send
         """
+        self._gathering = Gathering(self.mesh.rank, senders)
         self._link, self._group = link, None
         if link is not None and link.rendezvous is not None:
             limits = self.config.cluster
@@ -320,19 +323,18 @@ class PolicyWorker(MegatronWorker):
     ) -> None:
         """Start handing the policy's weights out, cast to the engine's dtype. Collective.
 
-        With the transport "broadcast" a rank streams the tensors of its pipeline stage. With "ipc"
-        every GPU with an engine needs all of them.
+        With the transport "broadcast" a rank streams the tensors of its pipeline stage, which are
+        gathered on the stage's senders. With "ipc" every GPU with an engine needs all of them.
 
         Args:
             receivers: `device_name` of every engine worker
         """
-        mesh = self.mesh
-        read, stage, stages = (
-            (full_tensors, 0, 1)
-            if transport == "ipc"
-            else (stage_tensors, mesh.pp_rank, mesh.pp_size)
-        )
-        tensors = read(self.chunks, self.arch, mesh, getattr(torch, dtype))
+        model = self.chunks, self.arch, self.mesh, getattr(torch, dtype)
+        if transport == "ipc":
+            tensors, stage, stages = full_tensors(*model), 0, 1
+        else:
+            tensors = stage_tensors(*model, self._gathering)
+            stage, stages = self.mesh.pp_rank, self.mesh.pp_size
         if self.config.rollout.quantization == "fp8":
             tensors = quantize_stream(tensors, self.arch)
         sender = self._sender(transport, receivers)

@@ -269,7 +269,7 @@ def received(worker: Any) -> dict[str, Tensor]:
     meeting, cpu = Rendezvous.local(2), torch.device("cpu")
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(BroadcastGroup, meeting, 1, cpu, 60.0, 60.0)
-        worker.join_receivers(SenderLink(meeting, None))
+        worker.join_receivers(SenderLink(meeting, None), [0])
         receiver = BroadcastReceiver({0: joining.result()}, cpu)
         worker.begin_weight_stream("bfloat16", "broadcast", [])
         bucket = worker.next_weight_bucket()

@@ -78,7 +78,8 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         """See `PolicyWorker.join_receivers`; ``links`` is by rank. Returns references to the
         answers, by rank."""
         return self._send(
-            self._all_ranks, lambda worker, rank: worker.join_receivers(links.get(rank))
+            self._all_ranks,
+            lambda worker, rank: worker.join_receivers(links.get(rank), list(links)),
         )[1]
 
     def begin_weight_stream(

@@ -17,6 +17,7 @@ from rltrain.weights.mapping.assembly import to_huggingface
 from rltrain.weights.mapping.grid import AxisPosition, Grid, GridPosition
 from rltrain.weights.mapping.local_parameters import local_parameters
 from rltrain.weights.mapping.parameters import HfTensorSpec, ParameterSpec
+from rltrain.weights.sync.gathering import Gathering, all_gather
 
 
 def parameter_data(parameter: Tensor) -> Tensor:
@@ -48,7 +49,11 @@ def full_tensors(
 
 @torch.no_grad()
 def stage_tensors(
-    chunks: Sequence[nn.Module], arch: Architecture, mesh: Grid, dtype: torch.dtype
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Grid,
+    dtype: torch.dtype,
+    gathering: Gathering,
 ) -> Iterator[tuple[str, Tensor]]:
     """As `full_tensors`, but only the tensors of this rank's pipeline stage: those of all its
     chunks. The stages together yield every tensor of the model once.
@@ -56,8 +61,11 @@ def stage_tensors(
     The first tensor is collective over all ranks, since the stages agree on who sends what more
     than one of them holds (tied embeddings, the embedding of MTP layers). Later ones are collective
     over the ranks of the stage. No weight passes between stages.
+
+    Only the roots of ``gathering`` yield values. Other ranks yield tensors on the device "meta".
     """
-    yield from _joined(_pieces(chunks, arch, mesh, dtype, parameter_data, own_stage=True), arch)
+    pieces = _pieces(chunks, arch, mesh, dtype, parameter_data, gathering)
+    yield from _joined(pieces, arch)
 
 
 def _joined(
@@ -89,13 +97,12 @@ def _pieces(
     mesh: Grid,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
-    *,
-    own_stage: bool = False,
+    of_stage: Gathering | None = None,
 ) -> Iterator[tuple[HfTensorSpec, Tensor]]:
     """Every tensor of the model, on every rank, one expert at a time.
 
     Args:
-        own_stage: only those of this rank's pipeline stage
+        of_stage: only the tensors of this rank's pipeline stage, on the ranks that need them
     """
     position = GridPosition.of(mesh)
     held = local_parameters(chunks, arch, position)
@@ -109,13 +116,13 @@ def _pieces(
         kept = torch.float32 if batch[0].rule.kind == "buffer" else dtype
         stage = stages[batch[0].name]
         if stage == position.pp.rank:
-            pieces = _gather(batch, held, arch, position, kept, value)
-        elif own_stage:
+            pieces = _gather(batch, held, arch, position, kept, value, of_stage or Gathering())
+        elif of_stage is not None:
             continue
         else:
             device = next(iter(held.values())).device
             pieces = _empty(batch, kept, device)
-        for _, values in pieces if position.pp.size > 1 and not own_stage else ():
+        for _, values in pieces if position.pp.size > 1 and of_stage is None else ():
             dist.broadcast(values, group=position.pp.group, group_src=stage)
         yield from pieces
 
@@ -155,13 +162,21 @@ def _gather(
     position: GridPosition,
     dtype: torch.dtype,
     value: Callable[[Tensor], Tensor],
+    gathering: Gathering,
 ) -> list[tuple[HfTensorSpec, Tensor]]:
     """The Hugging Face tensors of a batch, on the ranks of the stage that holds it."""
     ep = position.ep if batch[0].expert is not None else AxisPosition()
     mine = batch[ep.rank]
     local = value(held[mine.name]).detach().to(dtype).contiguous()
-    shards = _all_gather(local, mine.axis(position))
-    by_cut_then_expert = [_all_gather(shard, ep) for shard in shards]
+    if batch[0].expert is None:
+        shards = gathering.collect(local, mine.axis(position))
+        by_cut_then_expert = [[shard] for shard in shards or ()]
+    else:
+        # A rank may have no need of an expert and still pass its cut on to one that has.
+        collected = [gathering.collect(x, ep) for x in all_gather(local, mine.axis(position))]
+        by_cut_then_expert = [experts for experts in collected if experts is not None]
+    if not by_cut_then_expert:
+        return _empty(batch, dtype, torch.device("meta"))
     return [
         (tensor, values)
         for parameter, cuts in zip(batch, zip(*by_cut_then_expert, strict=True), strict=True)
@@ -169,14 +184,6 @@ def _gather(
             parameter.tensors, to_huggingface(parameter, cuts, arch), strict=True
         )
     ]
-
-
-def _all_gather(tensor: Tensor, axis: AxisPosition) -> list[Tensor]:
-    if axis.size == 1:
-        return [tensor]
-    gathered = [torch.empty_like(tensor) for _ in range(axis.size)]
-    dist.all_gather(gathered, tensor, group=axis.group)
-    return gathered
 
 
 def _empty(
