@@ -80,6 +80,10 @@ def test_every_projection_is_sent_in_blocks_and_nothing_else(arch: Architecture)
             assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor.float(), expected.float())
     assert f"{ROUTER}.weight" in names and f"{ROUTER}.weight_scale_inv" not in names
+    # A rank that has no values cuts the stream where those that send it do.
+    without = quantize_stream(((name, x.to("meta")) for name, x in stream(arch)), arch)
+    forms = [[(name, x.dtype, x.shape) for name, x in found] for found in (without, sent)]
+    assert forms[0] == forms[1]
 
 
 def test_half_the_bytes_travel_in_buckets_of_the_same_size() -> None:
