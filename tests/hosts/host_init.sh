@@ -10,7 +10,7 @@ if [ -n "$name" ]; then
   hostname "$name"
   mount -t tmpfs -o "size=${shm}m" rl-shm /dev/shm
   for path in "$@"; do # no host writes where another would read it
-    mount --bind "$path" "$path"
+    mount --rbind "$path" "$path"
     mount -o remount,bind,ro "$path" 2>/dev/null || true
   done
   mount -t tmpfs -o size=2048m rl-tmp /mnt
