@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 
+SHOWN = "shown"
+"""Name of a test's property: a line for the end of the output."""
 IN_ONE_PROCESS = ("recipes", "sanity", "unit")
 """Folders whose tests need one core at a time."""
 
@@ -45,6 +47,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, found none"))
+
+
+@pytest.fixture
+def shown(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Takes lines to print at the end of the output, whether the test passes or not."""
+    return lambda line: record_property(SHOWN, line)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [r for of_kind in terminalreporter.stats.values() for r in of_kind]
+    for report in reports:
+        lines = [text for name, text in getattr(report, "user_properties", ()) if name == SHOWN]
+        if lines and report.when == "teardown":
+            terminalreporter.section(report.nodeid)
+            terminalreporter.write_line("\n".join(lines))
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,12 @@
-"""Hosts for tests, and what is said about them at the end of the output."""
+"""Hosts for tests."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hosts.namespaces import why_not
-from tests.hosts.stage import Stage, stage
-
-TABLES: list[str] = []
-"""What tests measured, to be printed at the end."""
+from tests.hosts.runs import WIDE, arguments
+from tests.hosts.stage import Run, Stage, stage
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +16,7 @@ def real_hosts() -> None:
         pytest.skip(f"needs network namespaces, which cannot be made here: {reason}")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A with Ray's head and the driver, B and C with three CPUs each."""
     with stage(tmp_path_factory.mktemp("three") / "stage") as made:
@@ -26,15 +24,21 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="session")
-def table() -> list[str]:
-    """Add lines to it."""
-    return TABLES
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """One host, on which runs start their own Ray."""
+    with stage(tmp_path_factory.mktemp("alone") / "stage", cpus=[0], ray=False) as made:
+        yield made
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reason = why_not()
-    terminalreporter.section("hosts")
-    kind = f"raylets on 127.0.0.x, for no hosts can be made: {reason}" if reason else "namespaces"
-    terminalreporter.write_line(f"tests/hosts ran on {kind}")
-    for line in TABLES:
-        terminalreporter.write_line(line)
+@pytest.fixture(scope="session")
+def small_on_one_host(alone: Stage) -> Run:
+    """Three steps with all ranks and both engines on one host."""
+    chosen = arguments(alone, "trainer.steps=3", across=False)
+    return alone.start(*chosen, folder=alone.shared / "small").wait()
+
+
+@pytest.fixture(scope="session")
+def wide_on_one_host(alone: Stage) -> Run:
+    """As `small_on_one_host`, with more data and a step more."""
+    chosen = arguments(alone, *WIDE, across=False)
+    return alone.start(*chosen, folder=alone.shared / "wide").wait()

@@ -40,7 +40,7 @@ class Model:
     def of(cls, folder: Path, config: Mapping[str, Any]) -> "Model":
         weights = dict.fromkeys(STAGES, 0)
         layers = int(config["num_hidden_layers"])
-        with safe_open(folder / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(folder / "model.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no dict
                 count = 1
                 for size in file.get_slice(name).get_shape():
@@ -128,7 +128,9 @@ def _ids(count: int) -> tuple[int, ...]:
 
 
 def table(
-    terms: Sequence[Term], measured: Mapping[tuple[str, str], float], idle: Mapping[str, float]
+    terms: Sequence[Term],
+    measured: Mapping[tuple[str, str], float],
+    idle: Mapping[tuple[str, str], float],
 ) -> list[str]:
     """Lines: every term, and for each cable and direction the sum beside what was measured.
 
@@ -142,7 +144,7 @@ def table(
     lines.append(f"{'expected':>12} {'idle':>9} {'measured':>12} {'ratio':>6}  cable")
     for host in HOSTS:
         for way in ("sent", "received"):
-            due, quiet = sum_of(terms, host, way), idle[f"{host} {way}"]
+            due, quiet = sum_of(terms, host, way), idle[host, way]
             found = measured[host, way]
             ratio = found / (due + quiet)
             lines.append(f"{due:12,} {quiet:9,.0f} {found:12,.0f} {ratio:6.3f}  {host} {way}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.hosts.namespaces import Host, Space
+from tests.hosts.namespaces import Host, Space, in_network
 
 RELAY = Path(__file__).with_name("relay.py")
 
@@ -67,13 +67,8 @@ def bad_cable(host: Host, cable: Cable, quality: Quality) -> Iterator[str]:
     known_as = host.run("cat", "/sys/class/net/eth0/address").strip()  # by its neighbours
     cable.network.run("ip", "link", "del", cable.port)
     with _relay(cable, quality):
-        far = f"{cable.port}x"
-        enter = ["nsenter", "--net", "--target", str(cable.network.pid)]
-        subprocess.run(
-            [*enter, "ip", "link", "set", far, "netns", str(host.pid), "name", "eth0"],
-            check=True,
-            timeout=60,
-        )
+        far_end = ("ip", "link", "set", f"{cable.port}x")
+        in_network(cable.network, *far_end, "netns", str(host.pid), "name", "eth0")
         cable.network.run("ip", "link", "set", cable.port, "master", "br0", "up")
         host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
         host.run("ip", "link", "set", "eth0", "address", known_as, "up")

@@ -45,6 +45,13 @@ class LoopbackHost:
                     found[process.pid] = " ".join(process.cmdline())
         return found
 
+    def kill_all(self) -> None:
+        for _ in range(3):  # what they started in the meantime, too
+            for pid in self.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
     def start(self, argv: Sequence[str], output: IO[str], **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             list(argv),
@@ -70,8 +77,4 @@ def loopback_host(number: int, folder: Path) -> Iterator[LoopbackHost]:
     try:
         yield host
     finally:
-        for _ in range(3):  # what they started in the meantime, too
-            for pid in host.processes():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
+        host.kill_all()

@@ -62,6 +62,10 @@ class Space:
                 found[int(folder.name)] = line
         return found
 
+    def kill_all(self) -> None:
+        """Kill what runs there, but for the first process."""
+        subprocess.run(self.command(["bash", "-c", "kill -9 -1"]), timeout=60)
+
 
 @dataclass(frozen=True)
 class Host(Space):
@@ -107,32 +111,30 @@ def switch() -> Iterator[Space]:
 
 
 @contextmanager
-def host(
-    network: Space, number: int, shared: Path, *, shm_mib: int = 8192, name: str = ""
-) -> Iterator[Host]:
+def host(network: Space, number: int, shared: Path, *, shm_mib: int = 8192) -> Iterator[Host]:
     """Host ``number``, counted from 1, on port ``h1`` and so on of the switch.
 
     Args:
         shared: a folder that all hosts can write; of others they see no change that another makes
         shm_mib: size of its /dev/shm
     """
-    name = name or f"host-{chr(ord('a') + number - 1)}"
+    name = f"host-{chr(ord('a') + number - 1)}"
     join = [*ENTER, "--target", str(network.pid)]
     join = [word for word in join if word not in ("--mount", "--pid", "--net", "--uts", "--ipc")]
     begin = _unshare(outermost=False) if IS_ROOT else [*join, *_unshare(outermost=False)]
-    seen = [ROOT, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
+    seen = [ROOT, *_python_path(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()]
     with _space(begin, name, shm_mib, shared, seen) as pid:
         port, address = f"h{number}", f"{SUBNET}.{number}"
         peer = ["peer", "name", "eth0", "netns", str(pid)]
-        _in_network(network, "ip", "link", "add", port, "type", "veth", *peer)
-        _in_network(network, "ip", "link", "set", port, "master", "br0", "up")
+        in_network(network, "ip", "link", "add", port, "type", "veth", *peer)
+        in_network(network, "ip", "link", "set", port, "master", "br0", "up")
         made = Host(pid, name, address, environment=host_environment())
         made.run("ip", "addr", "add", f"{address}/24", "dev", "eth0")
         made.run("ip", "link", "set", "eth0", "up")
         yield made
 
 
-def _in_network(network: Space, *argv: str) -> None:
+def in_network(network: Space, *argv: str) -> None:
     """As `Space.run`, with this machine's process numbers, by which ``ip`` names a network."""
     enter = ["nsenter", "--net", "--target", str(network.pid)]
     enter += [] if IS_ROOT else ["--user", "--preserve-credentials"]
@@ -167,11 +169,19 @@ def _space(
 def host_environment() -> dict[str, str]:
     """A login's, with a home of the host; programs find this checkout."""
     kept = ("PATH", "LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD")
-    return {name: os.environ[name] for name in kept if name in os.environ} | {
+    of_gpus = ("NCCL_", "NVIDIA_", "NVSHMEM_", "TORCH_")
+    found = {k: v for k, v in os.environ.items() if k in kept or k.startswith(of_gpus)}
+    return found | {
         "HOME": "/tmp/home",
         "TMPDIR": "/tmp",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *_python_path()])),
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def _python_path() -> list[Path]:
+    """Folders that this process finds modules in, beside the checkout and the environment."""
+    listed = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
+    return [path for path in listed if path.is_dir() and path != ROOT]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 PORT = 6379
 START_S = 120.0
+ATTEMPTS = 3
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -21,10 +22,15 @@ class Machine(Protocol):
     @property
     def environment(self) -> Mapping[str, str]: ...
     def command(self, argv: Sequence[str]) -> list[str]: ...
+    def kill_all(self) -> None: ...
 
 
 def start_ray(hosts: Sequence[Machine], cpus: Sequence[int], port: int = PORT) -> str:
-    """The head on the first host, a node on each of the others; returns the cluster's address."""
+    """The head on the first host, a node on each of the others; returns the cluster's address.
+
+    Args:
+        cpus: that Ray counts on each host
+    """
     address = f"{hosts[0].address}:{port}"
     for number, (host, count) in enumerate(zip(hosts, cpus, strict=True)):
         place = (
@@ -37,18 +43,23 @@ def start_ray(hosts: Sequence[Machine], cpus: Sequence[int], port: int = PORT) -
 
 
 def start_raylet(host: Machine, options: Sequence[str]) -> None:
+    """Try it some times: on a busy machine 30 s may be too short for Ray."""
     argv = [RAY, "start", *options, f"--node-ip-address={host.address}"]
     argv += ["--object-store-memory=200000000", "--disable-usage-stats"]
-    done = subprocess.run(
-        host.command(argv),
-        env=host.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=START_S,
-    )
-    assert done.returncode == 0, f"ray start on {host.address}:\n{done.stdout}"
+    for left in reversed(range(ATTEMPTS)):
+        done = subprocess.run(
+            host.command(argv),
+            env=host.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=START_S,
+        )
+        if done.returncode == 0:
+            return
+        host.kill_all()
+        assert left, f"ray start on {host.address}:\n{done.stdout}"
 
 
 def free_port(address: str) -> int:

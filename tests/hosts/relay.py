@@ -84,4 +84,5 @@ def relay(port: str, delay_ms: float, loss: float, rate_mbit: float, seed: int) 
 
 
 if __name__ == "__main__":
-    relay(sys.argv[1], *map(float, sys.argv[2:5]), int(sys.argv[5]))
+    name, delay, lost, mbit, begin = sys.argv[1:]
+    relay(name, float(delay), float(lost), float(mbit), int(begin))

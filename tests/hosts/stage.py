@@ -17,6 +17,7 @@ from tests.hosts.loopback import LoopbackHost, loopback_host
 from tests.hosts.namespaces import Host, host, switch, why_not
 from tests.hosts.ray_nodes import free_port, start_ray
 
+Machine = Host | LoopbackHost
 RUN = Path("/tmp/run")
 """The run's folder on every host, where it is not shared: each has its own."""
 
@@ -25,13 +26,12 @@ RUN = Path("/tmp/run")
 class Run:
     """A run that was started on a host."""
 
-    host: Host | LoopbackHost
     process: subprocess.Popen[str]
     log: Path
     folder: Path
-    """As that host calls it."""
+    """As this process calls it."""
 
-    def wait(self, expect: int = 0, limit_s: float = 600.0) -> "Run":
+    def wait(self, expect: int = 0, limit_s: float = 900.0) -> "Run":
         try:
             status = self.process.wait(limit_s)
         finally:
@@ -47,10 +47,10 @@ class Run:
     @property
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The rows of metrics.jsonl by step."""
-        file = self.host.path(self.folder / "metrics.jsonl")
+        file = self.folder / "metrics.jsonl"
         return {row["step"]: row for row in read_jsonl(file)} if file.exists() else {}
 
-    def wait_for_step(self, step: int, limit_s: float = 300.0) -> None:
+    def wait_for_step(self, step: int, limit_s: float = 900.0) -> None:
         """Until that step is in metrics.jsonl."""
         end = time.monotonic() + limit_s
         while step not in self.metrics:
@@ -67,7 +67,7 @@ class Run:
 class Stage:
     """The hosts: the first has Ray's head and the driver."""
 
-    hosts: Sequence[Host | LoopbackHost]
+    hosts: Sequence[Machine]
     cables: Sequence[Cable]
     """Of the hosts; none where they are not real."""
     shared: Path
@@ -81,16 +81,22 @@ class Stage:
     cable_is: str = "good"
     runs: list[Run] = field(default_factory=list)
 
+    def describe(self) -> str:
+        """What the hosts are."""
+        if self.why_not:
+            return f"raylets on 127.0.0.x, since no hosts can be made here: {self.why_not}"
+        return f"network namespaces; the last cable: {self.cable_is}"
+
     def start(self, *arguments: str, on: int = 0, folder: Path = RUN, **env: str) -> Run:
         """``python -m rltrain.main`` on a host."""
         machine = self.hosts[on]
-        folder = folder if self.shared in folder.parents else Path(str(folder))
-        where = str(machine.path(folder)) if isinstance(machine, LoopbackHost) else str(folder)
+        found = folder if self.shared in folder.parents else machine.path(folder)
+        where = folder if isinstance(machine, Host) else found
         log = self.logs / f"run-{len(self.runs)}.log"
         argv = [sys.executable, "-m", "rltrain.main", *arguments, f"trainer.output_dir={where}"]
         with log.open("w") as file:
             process = machine.start(argv, file, **env)
-        self.runs.append(Run(machine, process, log, folder))
+        self.runs.append(Run(process, log, found))
         return self.runs[-1]
 
 
@@ -101,8 +107,9 @@ def stage(
     *,
     bad: Quality | None = None,
     shm_mib: int = 8192,
+    ray: bool = True,
 ) -> Iterator[Stage]:
-    """One host for each of ``cpus``, with a raylet that offers so many.
+    """One host for each of ``cpus``, with a raylet that offers so many, unless ``ray`` is false.
 
     Args:
         folder: for files of this process, and for the folder that all hosts share
@@ -131,7 +138,7 @@ def stage(
             if bad is not None:
                 cable_is = stack.enter_context(bad_cable(hosts[-1], cables[-1], bad))
         port = free_port(hosts[0].address) if reason else 6379
-        address = start_ray(hosts, cpus, port)
+        address = start_ray(hosts, cpus, port) if ray else ""
         ready = Stage(hosts, cables, shared, logs, address, reason, cable_is)
         try:
             yield ready
