@@ -41,8 +41,16 @@ class Counts:
 def pack(free: Sequence[int], demand: Demand) -> Counts | None:
     """Counts by node; None where the demand cannot be met with whole blocks and engines.
 
-    The policy is kept together: on the first node that takes all of it, or on those that take most.
+    All goes on the first node that has room for it. Else the policy is kept together: on the first
+    node that takes all of it, or on those that take most.
     """
+    blocks = demand.block * (demand.policy + demand.critic)
+    needed = blocks + (0 if demand.shared else demand.engine * demand.engines)
+    for node, room in enumerate(free):
+        if room >= needed:
+            alone = [room if n == node else 0 for n in range(len(free))]
+            if counts := _greedy(alone, demand, _first):
+                return counts
     for fit in (_first, _tightest):
         if counts := _greedy(free, demand, fit):
             return counts

@@ -15,12 +15,12 @@ from rltrain.weights.architecture.decoder import Architecture
 def map_lines(config: Config, placement: Placement, nodes: Iterable[Node] = ()) -> list[str]:
     """Node by node, its ranks, stages and engines; of ``nodes`` also those without any."""
     lines = ["nodes"]
-    lines += [f"  {node}: {_on_node(config, placement, node)}" for node in placement.nodes]
-    lines += [
-        f"  {node.address}: nothing{_held(node)}"
-        for node in nodes
-        if node.address not in placement.nodes
-    ]
+    known = {node.address: node for node in nodes}
+    for address in placement.nodes:
+        held = _held(known[address]) if address in known else ""
+        lines.append(f"  {address}: {_on_node(config, placement, address)}{held}")
+    unused = [node for node in nodes if node.address not in placement.nodes]
+    lines += [f"  {node.address}: nothing; {_free(node)}{_held(node)}" for node in unused]
     layout = NodeLayout(config.policy.parallel, [slot.node for slot in placement.policy])
     lines += [
         f"  {name} groups cross nodes: none has room for one of {getattr(layout.parallel, name)} "
@@ -43,11 +43,23 @@ def _on_node(config: Config, placement: Placement, node: str) -> str:
     if engines:
         parts.append(f"engines {_spans(engines)}")
     gpus = placement.gpus_on(node)
-    return ", ".join(parts) + (f"; {gpus} GPUs" if gpus else "")
+    return ", ".join(parts) + (f"; {_gpus(gpus)}" if gpus else "")
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
+def _free(node: Node) -> str:
+    return f"{_gpus(node.gpus)} and {node.cpus:g} CPUs free"
 
 
 def _held(node: Node) -> str:
-    return f" ({'; '.join(node.holders)})" if node.holders else ""
+    return f"; others hold {'; '.join(node.holders)}" if node.holders else ""
+
+
+def _amount(nbytes: int) -> str:
+    return gib(nbytes) if nbytes >= GIB / 10 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def _spans(numbers: list[int]) -> str:
@@ -85,6 +97,8 @@ def traffic_lines(
     if sent:
         most = [counts.most_common(1)[0] for counts in (sent, received)]
         (sender, out), (receiver, into) = most
-        lines.append(f"  most is sent by {sender}: {gib(out)}; received by {receiver}: {gib(into)}")
+        lines.append(
+            f"  most is sent by {sender}: {_amount(out)}; received by {receiver}: {_amount(into)}"
+        )
     lines.append("  without responses on their way to the driver, and checkpoints")
     return lines
