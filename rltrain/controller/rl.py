@@ -26,7 +26,6 @@ from rltrain.environments.pool import RewardPool
 from rltrain.planning.roofline import find_card
 from rltrain.planning.weight_transport import choose_transport
 from rltrain.rollout.generator import Generator
-from rltrain.tracking.gpus import gpu_name
 from rltrain.tracking.progress import RunProgress
 from rltrain.weights.families import read_architecture
 from rltrain.weights.sync.engine_fp8 import check_fp8_blocks
@@ -66,7 +65,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         )
         sampler = Sampler(config, prompts, generator, pool, tokenizer)
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
-        card = find_card(gpu_name(placed.gpu_ids))
+        card = find_card(placed.gpu_name)
         speed = Speed.of(config, arch, placed.placement, card)
         start = resume(config, [policy] if critic is None else [policy, critic], prompts)
         progress.phase("start_engines")

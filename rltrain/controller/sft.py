@@ -29,7 +29,6 @@ from rltrain.data.targets import with_targets
 from rltrain.data.tiny_model import build_random_model, warm_started_path
 from rltrain.data.tokenizer import tiny_tokenizer
 from rltrain.planning.roofline import find_card
-from rltrain.tracking.gpus import gpu_name
 from rltrain.tracking.progress import RunProgress
 from rltrain.tracking.timers import StepTimer
 from rltrain.weights.families import read_architecture
@@ -49,7 +48,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
     arch = read_architecture(path, config.model.mtp)
     progress.phase("start_ray")
     with cluster(config) as placed:
-        speed = Speed.of(config, arch, placed.placement, find_card(gpu_name(placed.gpu_ids)))
+        speed = Speed.of(config, arch, placed.placement, find_card(placed.gpu_name))
         progress.phase("load_weights")
         policy = PolicyGroup(config, str(path), placed)
         prompts = PromptLoader(

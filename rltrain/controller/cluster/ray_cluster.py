@@ -20,6 +20,7 @@ from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
 from rltrain.controller.cluster.ray_start import HostState, check_address, send_token, start_failure
 from rltrain.controller.cluster.reservation import Reservation, in_bundle, reserve
+from rltrain.planning.node_layout import NodeLayout
 from rltrain.planning.nodes import LOCAL, Slot
 from rltrain.planning.placement import Placement
 from rltrain.policy.actor import Role
@@ -79,6 +80,11 @@ class Cluster:
 
     def gpu_ids_of(self, node: str) -> tuple[str, ...]:
         return self.reserved.gpu_ids.get(node, ()) if self.reserved else ()
+
+    @property
+    def gpu_name(self) -> str:
+        """The model of the policy's first GPU; empty on CPUs, and where the driver does not say."""
+        return self.reserved.gpu_names[self.policy_nodes[0]] if self.reserved else ""
 
     def worker_options(self, role: Role, rank: int) -> dict[str, Any]:
         """Of the Ray actor of one rank."""
@@ -158,6 +164,8 @@ def placed_cluster(config: Config) -> Cluster:
     placement, found = find_place(config)
     logger.info("placement: %s", placement)
     placed = Cluster(placement, found.driver, found.ids)
+    for name in NodeLayout(config.policy.parallel, placed.policy_nodes).crossing():
+        logger.warning("%s groups cross nodes: every layer waits for the network", name)
     if config.cluster.address is None and placement.device == "cpu":
         return placed
     timeout_s = config.cluster.start_timeout_s

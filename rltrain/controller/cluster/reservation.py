@@ -1,5 +1,6 @@
 """Keep what a placement takes of each node for this run, and learn which GPUs that is."""
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from rltrain.controller.cluster.ray_nodes import RayNodes, read_nodes
 from rltrain.planning.nodes import Node
 from rltrain.planning.place_faults import node_table
 from rltrain.planning.placement import Placement
+from rltrain.tracking.gpus import gpu_name
+
+logger = logging.getLogger(__name__)
 
 NODE_ID = "ray.io/node-id"
 """The label by which Ray pins a bundle to a node."""
@@ -27,6 +31,8 @@ class Reservation:
     bundles: PlacementGroup
     gpu_ids: dict[str, tuple[str, ...]]
     """By node, what ``CUDA_VISIBLE_DEVICES`` calls the run's GPUs there."""
+    gpu_names: dict[str, str]
+    """By node, the model of the first of them; empty where its driver does not say."""
 
 
 def reserve(config: Config, placement: Placement, found: RayNodes, timeout_s: float) -> Reservation:
@@ -41,7 +47,7 @@ def reserve(config: Config, placement: Placement, found: RayNodes, timeout_s: fl
         bundle_label_selector=[{NODE_ID: found.ids[node]} for node in placement.nodes],
     )
     probes = [
-        _gpu_ids.options(
+        _gpus_here.options(
             num_gpus=placement.gpus_on(node), scheduling_strategy=in_bundle(bundles, number)
         ).remote()
         for number, node in enumerate(placement.nodes)
@@ -51,7 +57,12 @@ def reserve(config: Config, placement: Placement, found: RayNodes, timeout_s: fl
     except BaseException:
         ray.util.remove_placement_group(bundles)
         raise
-    return Reservation(bundles, dict(zip(placement.nodes, answers, strict=True)))
+    answered = dict(zip(placement.nodes, answers, strict=True))
+    names = {node: name for node, (_, name) in answered.items()}
+    if len(set(names.values())) > 1:
+        listed = ", ".join(f"{name or 'unknown'} on {node}" for node, name in names.items())
+        logger.warning("the nodes have different GPUs, and the slowest set the pace: %s", listed)
+    return Reservation(bundles, {node: ids for node, (ids, _) in answered.items()}, names)
 
 
 def in_bundle(bundles: PlacementGroup, number: int) -> PlacementGroupSchedulingStrategy:
@@ -70,7 +81,7 @@ def _bundle(config: Config, placement: Placement, node: str) -> dict[str, float]
 
 def _answers(
     probes: list[ray.ObjectRef], placement: Placement, found: RayNodes, timeout_s: float
-) -> list[tuple[str, ...]]:
+) -> list[tuple[tuple[str, ...], str]]:
     """What the probes say. Ray itself waits without a word for a node that is gone."""
     last = time.monotonic() + timeout_s
     while True:
@@ -99,6 +110,7 @@ def _taken(placement: Placement, nodes: tuple[Node, ...], timeout_s: float) -> s
 
 
 @ray.remote(num_cpus=0)
-def _gpu_ids() -> tuple[str, ...]:
-    """Sorted, so that a rank has the same GPU in every run."""
-    return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
+def _gpus_here() -> tuple[tuple[str, ...], str]:
+    """Their names for CUDA, sorted, so that a rank has the same GPU in every run; and the model."""
+    ids = sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu))
+    return tuple(ids), gpu_name(ids)

@@ -45,6 +45,16 @@ def test_each_cause_has_its_remedy(
     assert message.startswith(begin)
 
 
+def test_a_token_that_is_missing_is_named_though_ray_hides_it() -> None:
+    try:
+        raise ConnectionError("Failed to connect to Ray cluster at h:1") from RuntimeError(
+            "Last connection error: ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken"
+        )
+    except ConnectionError as error:
+        message = str(start_failure(error, "h:1", FINE))
+    assert "copy ~/.ray/auth_token of the machine" in message and message.endswith("[RL4004]")
+
+
 @pytest.mark.parametrize(
     ("address", "answer"),
     [
