@@ -13,7 +13,11 @@ from rltrain.actors.failures import AwaitedCall
 from rltrain.config import Config
 from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
-from rltrain.controller.cluster.route_stores import object_bytes, start_route_stores
+from rltrain.controller.cluster.route_stores import (
+    object_bytes,
+    start_route_stores,
+    warn_of_small_stores,
+)
 from rltrain.parallel.layer_map import Pipeline, route_blocks
 from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
@@ -161,6 +165,7 @@ def _capture(config: Config, arch: Architecture, placed: Cluster) -> RouteCaptur
         num_experts=arch.num_experts,
         experts_per_token=arch.experts_per_token,
     )
+    warn_of_small_stores(config, arch, placed.engine_nodes)
     # An object per pipeline chunk, so that no node receives layers its ranks do not own.
     pipeline = Pipeline.of(config.policy.parallel)
     return RouteCapture(
