@@ -16,7 +16,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
-SHOWN = {".py": "python", ".yaml": "yaml", ".sh": "bash"}  # as pages; other files are copied
+SHOWN = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
+"""As pages; other files are copied."""
 
 
 class SourcePage(File):
