@@ -141,10 +141,16 @@ def keep_outcome(folder: Path, error: BaseException, began: float) -> None:
 
 
 def start_folder(config: Config) -> Config:
-    """``config`` with the time filled into an absolute ``trainer.output_dir``."""
+    """``config`` with the time filled into an absolute ``trainer.output_dir``, and with the model's
+    folders as this machine calls them, if other machines are to find them by the same names."""
     folder = Path(time.strftime(config.trainer.output_dir)).expanduser().absolute()
     trainer = config.trainer.model_copy(update={"output_dir": str(folder)})
-    return config.model_copy(update={"trainer": trainer})
+    model = config.model
+    if config.cluster.address is not None:
+        named = {"path": model.path, "weights": model.weights}
+        absolute = {k: str(Path(v).expanduser().absolute()) for k, v in named.items() if v}
+        model = model.model_copy(update=absolute)
+    return config.model_copy(update={"trainer": trainer, "model": model})
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:

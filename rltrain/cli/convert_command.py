@@ -45,36 +45,51 @@ def import_weights(source: Path, out: Path, *, max_file: str) -> int:
     arch = read_architecture(source)
     open_checkpoint(source, arch)  # a broken folder ends here, before Megatron is loaded
     work = partial(import_huggingface, source, out, arch)
-    return _convert("import", arch, out, limit, work)
+    _convert("import", arch, out, limit, work)
+    sys.stdout.write(f"{out}\n")
+    return 0
 
 
 def export_weights(
-    source: Path, out: Path, *, step: int | None, dtype: str | None, max_file: str
+    source: str, out: str, *, step: int | None, dtype: str | None, max_file: str, trust: bool
 ) -> int:
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
+        source: a folder, or a URL, which has to be trusted
+        out: a folder, or a URL
         step: of the run's checkpoint; the newest where it is None
         dtype: of the weights; as they are stored where it is None
         max_file: what a file and the memory hold at most, such as 1GiB
 
     Raises:
-        ValueError: there is no such checkpoint, it was changed, or OUT exists.
+        ValueError: there is no such checkpoint, it was changed, parts of it are on other nodes, or
+            OUT exists.
         RuntimeError: OUT cannot be written, for example on a full disk.
     """
-    source, out, limit = _absolute(source), _absolute(out), _bytes(max_file)
-    checkpoint, config, mtp = _find_checkpoint(source, step)
+    limit = _bytes(max_file)
+    from rltrain.cli.export_places import is_url, readable_run, with_weights, writable
+
+    with readable_run(source, trust=trust) as run, writable(out) as folder:
+        checkpoint, config, mtp = _find_checkpoint(run, step)
+        with with_weights(checkpoint) as weights:
+            _export(weights, config, folder, mtp, dtype, limit)
+    sys.stdout.write(f"{out if is_url(out) else folder}\n")
+    return 0
+
+
+def _export(
+    checkpoint: Path, config: Path, out: Path, mtp: "MTP", dtype: str | None, limit: int
+) -> None:
     import torch
 
     from rltrain.weights.families import read_architecture
     from rltrain.weights.huggingface.export import export_checkpoint
-    from rltrain.weights.huggingface.manifest import check_manifest
 
     arch = read_architecture(config, mtp)
-    check_manifest(checkpoint)
     stored_as = getattr(torch, dtype) if dtype else None
     work = partial(export_checkpoint, checkpoint, config, out, arch, dtype=stored_as)
-    return _convert("export", arch, out, limit, work)
+    _convert("export", arch, out, limit, work)
 
 
 def _absolute(path: Path) -> Path:
@@ -152,7 +167,7 @@ def _convert(
     out: Path,
     max_file: int,
     work: Callable[["StoredModel", "TransferBar", int], None],
-) -> int:
+) -> None:
     if out.exists():
         raise ValueError(f"{out} exists already: choose another folder to write to [RL6009]")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron would start up a GPU that nothing here uses
@@ -170,5 +185,3 @@ def _convert(
             "the same command again"
             " [RL6005]"
         ) from error
-    sys.stdout.write(f"{out}\n")
-    return 0

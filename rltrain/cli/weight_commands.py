@@ -24,11 +24,12 @@ MaxFile = Annotated[
 )
 def export_weights(
     source_and_out: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="SOURCE OUT",
             help="SOURCE: a run's folder, a checkpoint in it, or what import wrote; by default the "
-            "newest run below outputs/. OUT: a folder that does not exist.",
+            "newest run below outputs/. OUT: a folder that does not exist. Either may be a URL, "
+            "such as s3://bucket/run.",
         ),
     ],
     step: Annotated[
@@ -39,6 +40,10 @@ def export_weights(
         typer.Option(help="Of the weights. Default: as they are stored."),
     ] = None,
     max_file: MaxFile = "1GiB",
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Open a checkpoint at a URL: its format can run any code."),
+    ] = False,
 ) -> int:
     """Write a checkpoint of a run, or an imported one, as a Hugging Face folder."""
     ignore_import_warnings()
@@ -48,8 +53,8 @@ def export_weights(
     if len(source_and_out) > 2:
         raise ValueError(f"expected SOURCE and OUT, found {len(source_and_out)} folders")
     *named, out = source_and_out
-    source = named[0] if named else find_run(None)
-    return export_weights(source, out, step=step, dtype=dtype, max_file=max_file)
+    source = named[0] if named else str(find_run(None))
+    return export_weights(source, out, step=step, dtype=dtype, max_file=max_file, trust=trust)
 
 
 @commands.command("import", **listed("rltrain import /models/my-qwen3-moe imported", panel=PANEL))

@@ -48,9 +48,35 @@ class CheckpointConfig(Section):
     """Keep the final weights in ``checkpoints/last``. ``rltrain export`` reads them."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
+    storage: Literal["auto", "shared", "local"] = "auto"
+    """Where the ranks of several nodes write. ``shared``: into the run's folder, which all nodes
+    have to see. ``local``: each into its own node's folder of the same path. ``auto``: as it is
+    found to be (docs/checkpoints.md)."""
+    url: NotEmpty | None = None
+    """An fsspec URL of a folder, such as ``s3://bucket/run``, to keep the checkpoints in. The ranks
+    upload what they wrote. No credentials in it: fsspec finds them by itself. null: keep them in
+    the run's folder."""
     trust: bool = False
     """Open a checkpoint from elsewhere, or one that does not name its model. Only set it for
     checkpoints that you trust: their format holds pickles, which can run code."""
+
+    @field_validator("url")
+    @classmethod
+    def a_url_has_no_credentials(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        protocol, separator, rest = url.partition("://")
+        if not separator or not protocol.isalnum() or not rest:
+            raise ValueError(f"url={url}: expected a URL such as s3://bucket/run or file:///folder")
+        # Not shown: what is refused may be a secret.
+        if ":" in rest.partition("@")[0] and "@" in rest:
+            raise ValueError(
+                f"expected a {protocol}:// URL without a user and password: set them in the "
+                "environment, or where fsspec's package looks for them"
+            )
+        if "?" in rest or "#" in rest:
+            raise ValueError(f"expected a {protocol}:// URL of a folder, without a ? or #")
+        return url.rstrip("/")
 
 
 class ClusterConfig(Section):

@@ -301,5 +301,6 @@ class Trainer(Loop):
             metrics = self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             options = self.placed.engine_options(0, log="fresh-engine")
-            check_weight_sync(self.colocation, self.spec, options)
+            disks, node = self.start.storage.disks, self.placed.engine_nodes[0]
+            check_weight_sync(self.colocation, self.spec, options, disks, node)
         return metrics

@@ -6,11 +6,15 @@ from pathlib import Path
 
 from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
+from rltrain.controller.checkpoint_storage import open_storage
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
+from rltrain.controller.cluster.disks import disks_of
 from rltrain.controller.cluster.engines import engine_spec, start_engines
+from rltrain.controller.cluster.model_folders import check_model_folders
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import cluster
+from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.loop import Trainer
 from rltrain.controller.run_data import RunData
@@ -41,9 +45,12 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         _check_engine_precision(config)
         progress.phase("start_ray")
         placed = stack.enter_context(cluster(config))
+        storage = open_storage(config, placed)
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
         progress.phase("warm_start" if model_path is None else None)
-        path = model_path or warm_started_model(config, placed)
+        disks = disks_of(config, placed)
+        check_model_folders(config, disks)
+        path = model_path or warm_started_model(config, placed, disks)
         arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans
         # with the memory that it finds free.
@@ -67,7 +74,8 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         critic = CriticGroup(config, str(path), placed) if needs_critic(config.algorithm) else None
         card = find_card(placed.gpu_name)
         speed = Speed.of(config, arch, placed.placement, card)
-        start = resume(config, [policy] if critic is None else [policy, critic], prompts)
+        models: list[WorkerGroup] = [policy] if critic is None else [policy, critic]
+        start = resume(config, storage, models, prompts)
         progress.phase("start_engines")
         versions = {"engine": json.dumps(wait_until_ready()[0])}
         tracker = stack.enter_context(open_tracker(config, placed, start.after, progress, versions))

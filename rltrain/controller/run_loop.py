@@ -12,12 +12,15 @@ from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import run_checkpoint as checkpoint
+from rltrain.controller.checkpoint_storage import Storage
 from rltrain.controller.checks.first_step import Check, block, require
 from rltrain.controller.checks.model_checks import read_model
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.cluster.worker_group import WorkerGroup
+from rltrain.controller.restore_checkpoint import restore
+from rltrain.controller.save_checkpoint import save, save_last
 from rltrain.controller.speed import Speed
 from rltrain.data.loader import PromptLoader
 from rltrain.policy.types import Scored, Updated
@@ -52,6 +55,8 @@ class Start:
 
     model: ModelIdentity
     """What its checkpoints say of their model."""
+    storage: Storage
+    """Where they are."""
     after: int = 0
     """The step of the checkpoint that was loaded; 0 in a fresh run."""
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -142,10 +147,10 @@ class Loop(ABC):
         if is_checkpoint_due(self.config, step):
             with timer.phase("checkpoint"):
                 state = {"model": self.start.model, **self.state()}
-                checkpoint.save(self.run_dir, step, self.models, state, settings.keep)
+                save(self.start.storage, step, self.models, state)
         if settings.last and is_last:
             with timer.phase("checkpoint"):
-                checkpoint.save_last(self.run_dir, step, self.policy, self.start.model)
+                save_last(self.start.storage, step, self.policy, self.start.model)
 
     @property
     def models(self) -> list[WorkerGroup[Any]]:
@@ -162,17 +167,20 @@ def is_checkpoint_due(config: Config, step: int) -> bool:
     return every > 0 and (step % every == 0 or step == config.trainer.steps)
 
 
-def resume(config: Config, models: Sequence[WorkerGroup[Any]], prompts: PromptLoader) -> Start:
+def resume(
+    config: Config, storage: Storage, models: Sequence[WorkerGroup[Any]], prompts: PromptLoader
+) -> Start:
     """Load this run's newest checkpoint into models and prompts, if ``trainer.resume`` asks for it
     and there is one."""
     model = checkpoint.model_of(config, read_model(config))
-    run_dir = Path(config.trainer.output_dir)
-    saved = checkpoint.checkpoints(run_dir)
+    saved = checkpoint.checkpoints(storage.run_dir)
     if config.trainer.resume != "auto" or not saved:
-        return Start(model)
-    state = checkpoint.restore(saved[-1], run_dir, models, config.checkpoint)
+        return Start(model, storage)
+    # The preflight did so, unless another node had the record.
+    checkpoint.check_model(saved[-1], model, trust=config.checkpoint.trust)
+    state = restore(storage, saved[-1], models)
     prompts.load_state_dict(state["prompts"])
-    return Start(model, int(state["step"]), state)
+    return Start(model, storage, int(state["step"]), state)
 
 
 def is_finished(config: Config) -> bool:

@@ -13,8 +13,15 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.data import DataConfig
 from rltrain.controller import stages, step_metrics
+from rltrain.controller.checkpoint_storage import open_storage
 from rltrain.controller.checks.first_step import Check, check_first_supervised_step
 from rltrain.controller.checks.precision_bounds import Precision, bound_for, trainer_precision
+from rltrain.controller.cluster.disks import Disks
+from rltrain.controller.cluster.model_folders import (
+    check_model_folders,
+    export_here,
+    share_folder,
+)
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.evaluation import is_due
@@ -48,6 +55,10 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
     arch = read_architecture(path, config.model.mtp)
     progress.phase("start_ray")
     with cluster(config) as placed:
+        storage = open_storage(config, placed)
+        check_model_folders(config, storage.disks)
+        if config.model.path is None:
+            share_folder(storage.disks, path)
         speed = Speed.of(config, arch, placed.placement, find_card(placed.gpu_name))
         progress.phase("load_weights")
         policy = PolicyGroup(config, str(path), placed)
@@ -57,7 +68,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
             config.trainer.seed,
             repeat=config.data.repeat_in_step,
         )
-        start = resume(config, [policy], prompts)
+        start = resume(config, storage, [policy], prompts)
         with open_tracker(config, placed, start.after, progress) as tracker:
             SupervisedTrainer(
                 config,
@@ -71,14 +82,14 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
                 precision=trainer_precision(config, placed.device),
                 has_experts=bool(arch.moe_layers),
             ).train()
-            export(policy, Path(config.trainer.output_dir) / MODEL)
+            export(policy, storage.disks, Path(config.trainer.output_dir) / MODEL)
 
 
-def export(policy: PolicyGroup, folder: Path) -> None:
+def export(policy: PolicyGroup, disks: Disks, folder: Path) -> None:
     """Write the model beside ``folder`` and swap it in: an older one is whole until then."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    policy.export(str(partial), "float32")
+    export_here(policy, disks, partial, "float32")
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)
     logger.info("model: %s", folder)
@@ -144,16 +155,16 @@ def supervised_batch(problems: Sequence[Problem], config: Config) -> Batch:
     return stages.with_loss_weights(batch, config)
 
 
-def warm_started_model(config: Config, placed: Cluster) -> Path:
-    """The tiny model after its supervised steps, from the cache if it is there.
+def warm_started_model(config: Config, placed: Cluster, disks: Disks) -> Path:
+    """The tiny model after its supervised steps, from the cache if it is there; on every node.
 
     The steps run on one rank whatever the run's layout is, so that every layout starts alike.
     """
     cached = warm_started_path(config.model)
     path = cached / MODEL
     if path.exists():
-        return path
-    random_path = build_random_model(config.model)
+        return share_folder(disks, path)
+    random_path = share_folder(disks, build_random_model(config.model))
     warm = config.model.tiny.warm_start
     if warm.steps == 0:
         return random_path
@@ -165,10 +176,12 @@ def warm_started_model(config: Config, placed: Cluster) -> Path:
     policy = PolicyGroup(fitting, str(random_path), placed)
     try:
         fit(fitting, policy, problems)
-        save_atomically(cached, lambda folder: policy.export(str(folder / path.name), "float32"))
+        save_atomically(
+            cached, lambda folder: export_here(policy, disks, folder / path.name, "float32")
+        )
     finally:
         policy.shutdown()
-    return path
+    return share_folder(disks, path)
 
 
 def fit(config: Config, policy: PolicyGroup, problems: Sequence[Problem]) -> None:

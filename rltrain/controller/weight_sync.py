@@ -10,9 +10,11 @@ from typing import Any
 
 import ray
 
+from rltrain.actors import node_files
 from rltrain.config.rollout import Transport
 from rltrain.config.trainer import TrainerConfig
 from rltrain.controller.cluster.colocation import Colocation
+from rltrain.controller.cluster.disks import Disks
 from rltrain.controller.cluster.engines import Engines, get_all_of_engines
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.weight_links import Connection, SyncNodes, connect
@@ -110,29 +112,43 @@ class WeightSync:
         return merge_buckets(filled) if filled else None
 
 
-def check_weight_sync(colocation: Colocation, spec: EngineSpec, options: dict[str, Any]) -> None:
+def check_weight_sync(
+    colocation: Colocation, spec: EngineSpec, options: dict[str, Any], disks: Disks, node: str
+) -> None:
     """Compare every engine, bitwise, with a fresh one started from an export of the policy.
 
     Slow: it starts an engine. On GPUs the engines sleep meanwhile.
 
     Args:
-        options: of the fresh engine's actor
+        options: of the fresh engine's actor, which is on ``node``
 
     Raises:
         ValueError: naming the tensors that differ.
     """
     with tempfile.TemporaryDirectory(prefix="rltrain-sync-check-") as folder:
-        path = str(Path(folder) / "model")
-        with colocation.engines_aside() if spec.sleeps else nullcontext():
-            with colocation.parameters_back():
-                colocation.policy.export_for_engine(path)
-            actor, ready = start_engine(replace(spec, model_path=path, capture=None), **options)
-            engine = replace(colocation.engines, actors=[actor])
-            try:
-                get_all_of_engines([ready], "start", engine.timeout_s)
-                [fresh] = engine.digests()
-                engine.shutdown()
-            finally:
-                ray.kill(actor)
+        path = Path(folder) / "model"
+        writer = colocation.policy.nodes[0]
+        try:
+            with colocation.engines_aside() if spec.sleeps else nullcontext():
+                with colocation.parameters_back():
+                    colocation.policy.export_for_engine(str(path))
+                disks.copy_folder(path, writer, [node])
+                fresh = _digest_of_fresh_engine(colocation, spec, options, path)
+        finally:
+            disks.call_each(node_files.remove, {at: (Path(folder),) for at in (writer, node)})
         for synced in colocation.engines.digests():
             check_same(synced, fresh)
+
+
+def _digest_of_fresh_engine(
+    colocation: Colocation, spec: EngineSpec, options: dict[str, Any], path: Path
+) -> Any:
+    actor, ready = start_engine(replace(spec, model_path=str(path), capture=None), **options)
+    engine = replace(colocation.engines, actors=[actor])
+    try:
+        get_all_of_engines([ready], "start", engine.timeout_s)
+        [fresh] = engine.digests()
+        engine.shutdown()
+    finally:
+        ray.kill(actor)
+    return fresh

@@ -35,6 +35,7 @@ from rltrain.routing.links import FetchedObjects
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.load import load_huggingface
 from rltrain.weights.huggingface.manifest import ManifestEntry
+from rltrain.weights.huggingface.remote_folder import RemoteFolder
 from rltrain.weights.huggingface.stored_model import POLICY
 
 
@@ -190,6 +191,10 @@ class MegatronWorker(ABC):
         return checkpoint.save_model(
             folder, self.chunks, self.optimizer, self.learning_rate, self.mesh
         )
+
+    def upload(self, folder: str, url: str, names: Sequence[str]) -> None:
+        """Copy these files of a local folder to the folder behind ``url``."""
+        RemoteFolder(url).put({name: Path(folder) / name for name in names})
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Collective."""

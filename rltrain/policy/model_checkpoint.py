@@ -2,7 +2,7 @@
 
 The format is ``fully_reshardable``: a checkpoint of one layout can be loaded in another. It
 contains pickles, so callers check first that a checkpoint is trusted
-(`rltrain.controller.run_checkpoint`).
+(`rltrain.controller.restore_checkpoint`).
 """
 
 import re

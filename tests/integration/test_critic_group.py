@@ -10,10 +10,12 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.controller import run_checkpoint as checkpoint
+from rltrain.controller.checkpoint_storage import local_storage
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.restore_checkpoint import restore
+from rltrain.controller.save_checkpoint import save
 from rltrain.planning.place import on_one_cpu
 from tests.distributed.tiny_folder import save_tiny_moe
 
@@ -71,11 +73,12 @@ def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     assert updated.totals["loss"] == pytest.approx(counted / sum(LENGTHS[:2]) / 2)
     saved = critic.values()
     assert saved[1:9].all() and not saved[[0, 9, 13, 25]].any()
-    folder = checkpoint.save(tmp_path, 1, [critic], {}, keep=1)
+    storage = local_storage(tmp_path, config().checkpoint)
+    folder = save(storage, 1, [critic], {})
     assert (folder / "critic").is_dir()
     critic.update(fields)
     assert (critic.values() - saved).abs().max() > 1e-3
-    state = checkpoint.restore(folder, tmp_path, [critic], config().checkpoint)
+    state = restore(storage, folder, [critic])
     assert state == {"step": 1} and torch.equal(critic.values(), saved)
 
     rows = [3, 2, 1, 0]
@@ -85,7 +88,7 @@ def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     policy = object.__new__(PolicyGroup)  # that no run without one has saved
     policy._config = config()
     with pytest.raises(ValueError, match="saved by a run without a policy"):
-        checkpoint.restore(folder, tmp_path, [policy, critic], config().checkpoint)
+        restore(storage, folder, [policy, critic])
     with pytest.raises(RuntimeError, match=r"^critic\.values: IndexError"):
         critic._call(lambda worker: worker.values([[99]]))
     critic.shutdown()

@@ -15,7 +15,7 @@ from rltrain.data.tokenizer import VOCAB_SIZE
 from rltrain.parallel.layer_map import Pipeline
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
-from rltrain.weights.huggingface.manifest import check_manifest
+from rltrain.weights.huggingface.manifest import check_manifest, check_names, read_manifest
 from rltrain.weights.huggingface.stored_model import HUGGINGFACE
 
 
@@ -122,12 +122,19 @@ def check_weights(path: str, model: Architecture) -> None:
     open_checkpoint(path, model)
 
 
-def check_imported(model: ModelConfig) -> None:
-    """The imported checkpoint is whole, and of the model in ``path``; then it may be opened."""
+def check_imported(model: ModelConfig, *, joined: bool = False) -> None:
+    """The imported checkpoint is whole, and of the model in ``path``; then it may be opened.
+
+    Args:
+        joined: the nodes of a cluster read its files (`cluster.model_folders`); here names will do
+    """
     if model.weights is None or model.path is None:
         return
     weights = Path(model.weights).expanduser()
-    check_manifest(weights)
+    if joined:
+        check_names(weights, read_manifest(weights), whole=True)
+    else:
+        check_manifest(weights)
     imported, expected = (
         replace(read_architecture(folder, model.mtp), skipped_mtp_layers=0)
         for folder in (weights / HUGGINGFACE, model.path)

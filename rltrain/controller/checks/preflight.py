@@ -26,6 +26,7 @@ from rltrain.controller.checks.model_checks import (
     check_weights,
     read_model,
 )
+from rltrain.controller.remote_records import check_url
 from rltrain.controller.run_checkpoint import check_resumed
 from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
 from rltrain.planning.machine import check_ranks, count_cores, count_gpus, device
@@ -62,7 +63,8 @@ def preflight(config: Config) -> RunData:
     check_folder_tokenizer(config, data)
     if config.model.path is not None:
         check_weights(config.model.path, model)
-    check_imported(config.model)
+    check_imported(config.model, joined=config.cluster.address is not None)
+    check_url(config)
     check_resumed(config, model)
     check_output(config)
     return data

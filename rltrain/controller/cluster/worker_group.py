@@ -45,6 +45,9 @@ class WorkerGroup(Generic[Worker]):
     def __init__(self, config: Config, model_path: str, placed: Cluster) -> None:
         self._config = config
         self._timeout = config.cluster.call_timeout_s
+        nodes = {"policy": placed.policy_nodes, "critic": placed.critic_nodes}[self.role]
+        self.nodes = nodes[: config.policy.parallel.world_size]
+        """Of each rank."""
         self._workers = [
             ray.remote(ModelActor)
             .options(**placed.worker_options(self.role, rank))
@@ -146,6 +149,15 @@ class WorkerGroup(Generic[Worker]):
         """
         folder = str(checkpoint / self.role)
         return in_folder(self.role, self._call(lambda worker: worker.save(folder)))
+
+    def upload(self, checkpoint: Path, url: str, written: "Sequence[Written]") -> None:
+        """Every rank uploads what it wrote; see `MegatronWorker.upload`.
+
+        Args:
+            written: by rank, as `save` said
+        """
+        names, folder = [list(files) for files in written], str(checkpoint)
+        self._call_by_rank(lambda worker, rank: worker.upload(folder, url, names[rank]))
 
     def load(self, checkpoint: Path) -> None:
         """Read what `save` wrote."""

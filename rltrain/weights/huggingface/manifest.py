@@ -6,10 +6,10 @@ file takes its entry (`entries_of`), so that nobody reads what others wrote.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 MANIFEST = "manifest.json"
 _THREADS = 4
@@ -20,6 +20,8 @@ class ManifestEntry(TypedDict):
 
     bytes: int
     sha256: str
+    place: NotRequired[str]
+    """Where the file is, if not beside the manifest: on another node, or below a URL."""
 
 
 def manifest_entry(path: Path) -> ManifestEntry:
@@ -40,23 +42,48 @@ def write_manifest(folder: Path, entries: Mapping[str, ManifestEntry] | None = N
     (folder / MANIFEST).write_text(json.dumps(dict(sorted(entries.items())), indent=1))
 
 
-def check_manifest(folder: Path) -> None:
-    """Raise ``ValueError`` unless ``folder`` holds exactly what its manifest says."""
+def read_manifest(folder: Path) -> dict[str, ManifestEntry]:
+    """Raises ``ValueError`` if there is none, it is damaged, or a name leads out of the folder."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(
             f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none [RL6004]"
         )
-    expected = json.loads((folder / MANIFEST).read_text())
+    try:
+        entries: dict[str, ManifestEntry] = json.loads((folder / MANIFEST).read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / MANIFEST} cannot be read ({error}); use another checkpoint [RL6004]"
+        ) from error
+    for name in entries:
+        if name.startswith("/") or ".." in name.split("/"):  # it may come from elsewhere
+            raise ValueError(f"{folder / MANIFEST} names {name}, outside its folder [RL6004]")
+    return entries
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise ``ValueError`` unless ``folder`` holds exactly what its manifest says."""
+    expected = read_manifest(folder)
+    check_names(folder, expected, whole=True)
+    check_files(folder, expected)
+
+
+def check_names(folder: Path, expected: Collection[str], *, whole: bool) -> None:
+    """Raise ``ValueError`` if ``folder`` has a file that is not ``expected``, or lacks one and is
+    to be ``whole``."""
     present = _names(folder)
-    if present != set(expected):
+    if present - set(expected) or (whole and present != set(expected)):
         raise ValueError(
             f"{folder}: its manifest and its files differ: missing "
             f"{sorted(set(expected) - present)}, unknown {sorted(present - set(expected))}. It was "
             "copied in part or changed; use another checkpoint"
             " [RL6004]"
         )
+
+
+def check_files(folder: Path, expected: Mapping[str, ManifestEntry]) -> None:
+    """Raise ``ValueError`` unless these files of ``folder`` are what is expected."""
     for name, entry in entries_of(folder, expected).items():
-        if entry != expected[name]:
+        if entry["sha256"] != expected[name]["sha256"]:
             raise ValueError(
                 f"{folder / name}: its content is not what {MANIFEST} says; use another checkpoint"
                 " [RL6004]"

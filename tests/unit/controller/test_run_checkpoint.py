@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from rltrain.actors.failures import ActorFailed
 from rltrain.config import Config
 from rltrain.config.trainer import CheckpointConfig
+from rltrain.controller.checkpoint_storage import Storage, local_storage
 from rltrain.controller.checks.model_checks import read_model
+from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.run_checkpoint import (
     check_model,
     check_resumed,
@@ -26,10 +28,8 @@ from rltrain.controller.run_checkpoint import (
     last_weights,
     model_of,
     read_state,
-    restore,
-    save,
-    save_last,
 )
+from rltrain.controller.save_checkpoint import save, save_last
 from rltrain.data.tiny_model import save_tiny_model
 from rltrain.weights.huggingface.export import write_safetensors
 from rltrain.weights.huggingface.identity import (
@@ -54,6 +54,7 @@ class Group:
     """Stores one number in a file."""
 
     folders: ClassVar = ["policy"]
+    nodes: ClassVar = ["127.0.0.1"]
 
     def __init__(self, value: int = 0, error: Exception | None = None) -> None:
         self.value, self.error = value, error
@@ -71,13 +72,17 @@ class Group:
         self.value = int((checkpoint / "policy/value.distcp").read_text())
 
 
+def storage(run: Path, **settings: Any) -> Storage:
+    return local_storage(run, CheckpointConfig(**settings))
+
+
 def written(run: Path, *steps: int, keep: int = 10) -> list[Path]:
-    return [save(run, step, [Group(step)], STATE, keep) for step in steps]  # type: ignore[list-item]
+    return [save(storage(run, keep=keep), step, [Group(step)], STATE) for step in steps]  # type: ignore[list-item]
 
 
 def opened(path: Path, run: Path, *, trust: bool = False) -> int:
     group = Group()
-    restore(path, run, [group], CheckpointConfig(trust=trust))  # type: ignore[list-item]
+    restore(storage(run, trust=trust), path, [group])  # type: ignore[list-item]
     return group.value
 
 
@@ -162,10 +167,10 @@ def test_a_full_disk_leaves_the_older_ones(error: Exception, tmp_path: Path) -> 
     written(tmp_path, 1, keep=1)
     full = Group(2, error)
     with pytest.raises(RuntimeError, match=r"step 2 not written[^|]*No space left[^|]*GiB free"):
-        save(tmp_path, 2, [full], STATE, keep=1)  # type: ignore[list-item]
+        save(storage(tmp_path, keep=1), 2, [full], STATE)  # type: ignore[list-item]
     assert names(tmp_path) == ["step_000001"]
     with pytest.raises(RuntimeError, match="step 2 not written"):
-        save_last(tmp_path, 2, full, MODEL)  # type: ignore[arg-type]
+        save_last(storage(tmp_path), 2, full, MODEL)  # type: ignore[arg-type]
     assert names(tmp_path) == ["step_000001"]
     assert opened(checkpoints(tmp_path)[-1], tmp_path) == 1
 
@@ -173,7 +178,7 @@ def test_a_full_disk_leaves_the_older_ones(error: Exception, tmp_path: Path) -> 
 def test_the_last_weights_are_a_link_where_the_checkpoint_is_there(tmp_path: Path) -> None:
     assert last_weights(tmp_path) is None
     for step in (1, 2):  # the second replaces the first
-        save_last(tmp_path, step, Group(step), MODEL)  # type: ignore[arg-type]
+        save_last(storage(tmp_path), step, Group(step), MODEL)  # type: ignore[arg-type]
         found = last_weights(tmp_path)
         assert found is not None and not found.is_symlink()
         check_manifest(found)
@@ -181,13 +186,13 @@ def test_the_last_weights_are_a_link_where_the_checkpoint_is_there(tmp_path: Pat
         assert (found / "policy/value.distcp").read_text() == str(step)
     for step in (3, 4):
         written(tmp_path, step, keep=1)
-        save_last(tmp_path, step, Group(0), MODEL)  # type: ignore[arg-type]
+        save_last(storage(tmp_path), step, Group(0), MODEL)  # type: ignore[arg-type]
         found = last_weights(tmp_path)
         assert found is not None and found.resolve() == checkpoints(tmp_path)[-1].resolve()
     assert names(tmp_path) == ["last", "step_000004"]
     written(tmp_path, 5, keep=1)
     assert last_weights(tmp_path) is None  # what it led to is pruned
-    save_last(tmp_path, 5, Group(0), MODEL)  # type: ignore[arg-type]
+    save_last(storage(tmp_path), 5, Group(0), MODEL)  # type: ignore[arg-type]
     assert names(tmp_path) == ["last", "step_000005"]
 
 
@@ -253,7 +258,7 @@ def test_another_model_of_the_same_shape_is_refused_before_anything_starts(
 ) -> None:
     folder, run = tmp_path / "model", tmp_path / "run"
     shutil.copytree(tiny, folder)
-    save(run, 1, [Group(1)], {"model": identity(tiny)}, 1)  # type: ignore[list-item]
+    save(storage(run), 1, [Group(1)], {"model": identity(tiny)})  # type: ignore[list-item]
     config = resuming(run, path=str(folder))
     check_resumed(config, read_model(config))
     change(folder)
@@ -268,7 +273,7 @@ def test_another_model_of_the_same_shape_is_refused_before_anything_starts(
 def test_the_tiny_model_is_known_by_what_it_is_made_from(tmp_path: Path) -> None:
     config = resuming(tmp_path)
     model = model_of(config, read_model(config))
-    save(tmp_path, 1, [Group(1)], {"model": model}, 1)  # type: ignore[list-item]
+    save(storage(tmp_path), 1, [Group(1)], {"model": model})  # type: ignore[list-item]
     check_resumed(config, read_model(config))
     other = resuming(tmp_path)
     other.model.tiny.__dict__["seed"] = 1
@@ -292,7 +297,7 @@ def test_imported_weights_are_known_by_their_manifest(tiny: Path, tmp_path: Path
 
 
 def test_one_that_does_not_say_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, [Group(1)], {}, 1)  # type: ignore[list-item]
+    path = save(storage(tmp_path), 1, [Group(1)], {})  # type: ignore[list-item]
     with pytest.raises(ValueError, match="does not say which model"):
         check_model(path, MODEL, trust=False)
     check_model(path, MODEL, trust=True)

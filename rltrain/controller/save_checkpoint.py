@@ -1,0 +1,151 @@
+"""A checkpoint is written beside the old one, proven by a manifest, and swapped in by rename.
+
+Every rank writes its files into the folder of its own node and takes their hashes. The controller
+reads none of them: it commits the manifest, last. Until then there are the older checkpoints alone.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rltrain.actors import node_files
+from rltrain.controller.checkpoint_storage import Storage, remove_remote
+from rltrain.controller.run_checkpoint import LAST, STATE, checkpoints
+from rltrain.weights.huggingface.manifest import (
+    MANIFEST,
+    ManifestEntry,
+    entries_of,
+    write_manifest,
+)
+from rltrain.weights.huggingface.remote_folder import RemoteFolder
+
+if TYPE_CHECKING:
+    from rltrain.controller.cluster.policy_group import PolicyGroup
+    from rltrain.controller.cluster.worker_group import WorkerGroup, Written
+    from rltrain.weights.huggingface.identity import ModelIdentity
+
+Entries = dict[str, ManifestEntry]
+
+
+def save(
+    storage: Storage, step: int, groups: Sequence["WorkerGroup[Any]"], state: Mapping[str, Any]
+) -> Path:
+    """Write the checkpoint of ``step``; older ones than the ``checkpoint.keep`` newest go, after it
+    is there.
+
+    Args:
+        groups: each fills its ``folders``
+        state: with the `model_of` the run
+
+    Raises:
+        RuntimeError: a disk is full or cannot be written; the older checkpoints are untouched.
+    """
+    parts = [_Part(group, group.save) for group in groups]
+    target = _write(storage, f"step_{step:06d}", {"step": step, **state}, parts)
+    for old in checkpoints(storage.run_dir)[: -storage.config.keep]:
+        storage.remove(old)
+    return target
+
+
+def save_last(storage: Storage, step: int, policy: "PolicyGroup", model: "ModelIdentity") -> Path:
+    """Leave the weights after ``step``, the run's last, in ``checkpoints/last``.
+
+    Where the checkpoint of that step is there, a link to it; else the policy's parameters alone,
+    which can be exported and not resumed.
+
+    Raises:
+        RuntimeError: as `save`.
+    """
+    whole = storage.folder / f"step_{step:06d}"
+    if whole not in checkpoints(storage.run_dir):
+        part = _Part(policy, policy.save_weights)
+        return _write(storage, LAST, {"step": step, "model": model}, [part])
+    if storage.remote is not None:  # which has no links: the newest step is the last
+        remove_remote(storage.remote / LAST)
+    storage.on_disks(storage.all_disks, node_files.link, storage.folder, LAST, whole.name)
+    return storage.folder / LAST
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one group of ranks writes into a folder."""
+
+    group: "WorkerGroup[Any]"
+    write: Callable[[Path], Sequence["Written"]]
+
+
+def _write(storage: Storage, name: str, state: Mapping[str, Any], parts: Sequence[_Part]) -> Path:
+    """Fill a folder beside the one called ``name`` and swap it in."""
+    target = storage.folder / name
+    partial = target.with_name(f".{name}{node_files.PARTIAL}")
+    remote = None if storage.remote is None else storage.remote / name
+    try:
+        storage.on_disks(storage.all_disks, node_files.remove_leftovers, storage.folder)
+        partial.mkdir(parents=True)
+        if remote is not None:
+            remove_remote(remote)
+        entries: Entries = {}
+        for part in parts:
+            written = part.write(partial)
+            if remote is not None:
+                part.group.upload(partial, remote.url, written)
+            for node, files in zip(part.group.nodes, written, strict=True):
+                entries |= _placed(files, storage.place(node) if remote is None else remote.url)
+        (partial / STATE).write_text(json.dumps(dict(state)))
+        entries |= entries_of(partial, [STATE])
+        if remote is not None:
+            _commit_remote(remote, partial, entries)
+        _commit(storage, partial, target, entries)
+    except (OSError, RuntimeError) as error:  # a worker's error is an `ActorFailed`
+        storage.discard(partial)
+        raise RuntimeError(
+            f"checkpoint of step {state['step']} not written to {target}: {error}\n"
+            f"{storage.free()} Older checkpoints are untouched; go on from the newest with "
+            "trainer.resume=auto"
+            " [RL6005]"
+        ) from error
+    return target
+
+
+def _placed(files: "Written", place: str | None) -> Entries:
+    if place is None:
+        return dict(files)
+    return {name: {**entry, "place": place} for name, entry in files.items()}
+
+
+def _commit(storage: Storage, partial: Path, target: Path, entries: Entries) -> None:
+    """Other nodes first: once the controller's node has the manifest, all of it is there."""
+    write_manifest(partial, entries)
+    storage.on_disks([storage.driver], node_files.remove, target)
+    if storage.remote is None:
+        storage.on_disks(storage.others, node_files.rename, partial, target)
+    else:  # what was uploaded
+        storage.on_disks(storage.others, node_files.remove, partial)
+        node_files.keep_only(partial, [STATE, MANIFEST])
+    storage.on_disks([storage.driver], node_files.rename, partial, target)
+    for file in (STATE, MANIFEST):
+        data = (target / file).read_bytes()
+        storage.on_disks(storage.others, node_files.write_file, target / file, data)
+
+
+def _commit_remote(remote: RemoteFolder, partial: Path, entries: Entries) -> None:
+    """The manifest last. There it names no places: everything is beside it.
+
+    Raises:
+        RuntimeError: what the ranks uploaded is not all there.
+    """
+    remote.put({STATE: partial / STATE})
+    sizes = remote.sizes()
+    if lacking := [name for name, e in entries.items() if sizes.get(name) != e["bytes"]]:
+        raise RuntimeError(
+            f"{remote.url}: expected all {len(entries)} files that the ranks uploaded, found "
+            f"{len(entries) - len(lacking)}; missing: {', '.join(lacking[:5])}. Use a URL that all "
+            "nodes share [RL6012]"
+        )
+    bare = {
+        name: ManifestEntry(bytes=e["bytes"], sha256=e["sha256"]) for name, e in entries.items()
+    }
+    write_manifest(partial, bare)
+    remote.put({MANIFEST: partial / MANIFEST})

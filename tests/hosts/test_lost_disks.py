@@ -1,0 +1,108 @@
+"""Checkpoints where no two hosts share a disk: ranks on B and C, the controller on A.
+
+Supervised runs, since the disks see no difference. Not exercised: disks that are full.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.hosts.stage import RUN, Run, Stage
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+OPTIONS = ("+recipe=sft_tiny", "policy.parallel.pp=2", "cluster.cpus_per_rank=2")
+OPTIONS += ("trainer.eval_every=0", "tracking.backends=[]", "checkpoint.every=2")
+OPTIONS += ("policy.threads=1", "checkpoint.keep=3")
+
+
+def started(three: Stage, folder: Path, *more: str, steps: int) -> Run:
+    address = f"cluster.address={three.address}"
+    return three.start(*OPTIONS, address, f"trainer.steps={steps}", *more, folder=folder)
+
+
+def files(three: Stage, folder: Path) -> list[list[str]]:
+    """By host, the files of tensors in the checkpoints of a run."""
+    found = []
+    for host in three.hosts:
+        at = host.path(folder / "checkpoints")
+        found.append(sorted(str(path.relative_to(at)) for path in at.glob("step_*/*/*.distcp")))
+    return found
+
+
+def killed_after(run: Run, step: int) -> None:
+    run.wait_for_step(step, limit_s=900)
+    run.kill()
+    time.sleep(20)  # its actors end, and Ray has their CPUs back
+
+
+def model_of(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.host.path(run.folder / "model/model.safetensors"))
+
+
+def test_a_killed_run_goes_on_bitwise_on_local_disks_and_names_a_lost_one(
+    real_hosts: None, three: Stage
+) -> None:
+    straight = started(three, Path("/tmp/straight"), steps=6).wait(limit_s=900)
+    killed_after(started(three, RUN, steps=1000), 3)
+    on_a, on_b, on_c = files(three, RUN)
+    assert on_a == [] and on_b and on_c and not set(on_b) & set(on_c)
+    resumed = started(three, RUN, "trainer.resume=auto", steps=6).wait(limit_s=900)
+    assert "resumed after step 2" in resumed.output
+    expected, found = model_of(straight), model_of(resumed)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for host, mine in zip(three.hosts, files(three, RUN), strict=True):
+        manifest = json.loads(
+            three.hosts[0].path(RUN / "checkpoints/step_000006/manifest.json").read_text()
+        )
+        there = {
+            name for name, e in manifest.items() if e.get("place") == host.address and "_0" in name
+        }
+        assert there <= {name.partition("/")[2] for name in mine}
+
+    # Ranks of another layout read what others wrote; then a disk is gone.
+    moved = ("trainer.resume=auto", "policy.parallel.pp=1", "policy.parallel.dp=2")
+    started(three, RUN, *moved, steps=8).wait(limit_s=900)
+    lost = three.hosts[2]
+    shutil.rmtree(lost.path(RUN / "checkpoints/step_000008/policy"))
+    refused = started(three, RUN, "trainer.resume=auto", steps=9).wait(1, limit_s=900)
+    assert f"on node {lost.address} alone" in refused.output and "RL6011" in refused.output
+
+
+def test_a_run_goes_on_from_a_url_on_empty_disks(real_hosts: None, three: Stage) -> None:
+    url = f"checkpoint.url=file://{three.shared}/bucket"
+    first = started(three, Path("/tmp/first"), url, steps=4).wait(limit_s=900)
+    assert files(three, first.folder) == [[], [], []]
+    again = started(three, Path("/tmp/second"), url, "trainer.resume=auto", steps=6)
+    again.wait(limit_s=900)
+    assert "resumed after step 4" in again.output
+    assert files(three, again.folder) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [("checkpoint.storage=shared", "RL6010"), ("model.path=/tmp/model", "RL6013")],
+)
+def test_what_a_node_lacks_is_said_before_anything_starts(
+    real_hosts: None, three: Stage, choice: str, said: str
+) -> None:
+    copy_model(three)
+    more: tuple[Any, ...] = (choice, "data.tokenizer=null") if "model" in choice else (choice,)
+    run = started(three, Path("/tmp/refused"), *more[:1], steps=2).wait(1, limit_s=900)
+    assert said in run.output and three.hosts[1].address in run.output
+    assert "is loaded" not in run.output
+
+
+def copy_model(three: Stage) -> None:
+    """To A alone, where the runs before have built it."""
+    home = three.hosts[0].path("/tmp/home")
+    (found,) = list(home.rglob("tiny-random-*/config.json"))[:1]
+    target = three.hosts[0].path("/tmp/model")
+    if not target.exists():
+        shutil.copytree(found.parent, target)
