@@ -16,6 +16,7 @@ from rltrain.controller.checkpoint_storage import Storage
 from rltrain.controller.checks.first_step import Check, block, require
 from rltrain.controller.checks.model_checks import read_model
 from rltrain.controller.cluster.critic_group import CriticGroup
+from rltrain.controller.cluster.node_gpus import gpu_listener
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.cluster.worker_group import WorkerGroup
@@ -229,5 +230,6 @@ def open_tracker(
         num_steps=config.trainer.steps,
         first_step=done + 1 if done else 0,
         gpus=placed.gpu_ids,
+        node_gpus=gpu_listener(placed),
         progress=progress,
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from threading import Event, Thread
+from threading import Event, Lock, Thread
+from time import sleep
 from typing import Any
 
 import pynvml
@@ -19,6 +20,8 @@ import pynvml
 logger = logging.getLogger(__name__)
 
 HEADER = "timestamp, index, name, utilization.gpu [%], memory.used [MiB]"
+NODE_HEADER = f"{HEADER}, node"
+"""Of a run in a cluster: there the lines end in the address of the node."""
 NUM_COLUMNS = HEADER.count(",") + 1
 TIME = "%Y/%m/%d %H:%M:%S.%f"
 INTERVAL_S = 1.0
@@ -37,6 +40,7 @@ class GpuSample:
     name: str
     utilization: float | None  # 0 to 1
     memory_gib: float | None
+    node: str = ""  # its address, where a run has joined a cluster
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,68 @@ class GpuLog:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning("NVML has not answered for %g s: left behind", CLOSE_TIMEOUT_S)
+
+
+Listen = Callable[[Callable[[str, Sequence[str]], None]], None]
+
+
+class NodeGpuLog:
+    """Writes what the nodes of a cluster sample, as it comes.
+
+    Args:
+        listen: calls its argument from now on with a node and the new lines of that node, see
+            `gpu_source`; from another thread
+    """
+
+    def __init__(self, path: Path, listen: Listen) -> None:
+        self._new: deque[str] = deque()
+        self._lock = Lock()
+        self._file = path.open("w", encoding="utf-8")
+        self._file.write(f"{NODE_HEADER}\n")
+        listen(self.add)
+
+    def add(self, node: str, lines: Sequence[str]) -> None:
+        marked = [f"{line}, {node}" for line in lines]
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("".join(f"{line}\n" for line in marked))
+                self._file.flush()
+                self._new.extend(marked)
+
+    def metrics(self) -> dict[str, float]:
+        """As `GpuLog.metrics`."""
+        return gpu_metrics(parse([self._new.popleft() for _ in range(len(self._new))]))
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def gpu_source(gpus: Sequence[str]) -> Callable[[], list[str]]:
+    """Sample these GPUs of this machine each second, in a thread: a driver may hang.
+
+    Args:
+        gpus: as in `start_gpu_log`
+
+    Returns:
+        A function that returns the lines since its last call.
+    """
+    new: deque[str] = deque()
+
+    def sample() -> None:
+        try:
+            pynvml.nvmlInit()
+            devices = [find_device(gpu) for gpu in gpus]
+            while True:
+                new.extend([read_line(device) for device in devices])
+                sleep(INTERVAL_S)
+        except pynvml.NVMLError as error:  # a run goes on without these figures
+            if error.value not in NO_DRIVER:
+                logger.warning("GPUs %s are not sampled any more: %s", ",".join(gpus), error)
+
+    if gpus:
+        Thread(target=sample, daemon=True).start()
+    return lambda: [new.popleft() for _ in range(len(new))]
 
 
 def gpu_name(gpus: Sequence[str]) -> str:
@@ -171,9 +237,9 @@ def parse(lines: Iterable[str]) -> list[GpuSample]:
     """The samples of these lines of a gpus.csv; the header and torn lines are left out."""
     samples = []
     for row in csv.reader(lines, skipinitialspace=True):
-        if len(row) != NUM_COLUMNS or not row[1].isdigit():
+        if len(row) not in (NUM_COLUMNS, NUM_COLUMNS + 1) or not row[1].isdigit():
             continue
-        utilization, used_mib = (float(cell) if cell.isdigit() else None for cell in row[3:])
+        utilization, used_mib = (float(cell) if cell.isdigit() else None for cell in row[3:5])
         samples.append(
             GpuSample(
                 datetime.strptime(row[0], TIME),
@@ -181,6 +247,7 @@ def parse(lines: Iterable[str]) -> list[GpuSample]:
                 row[2],
                 None if utilization is None else utilization / 100,
                 None if used_mib is None else used_mib / 1024,
+                row[5] if len(row) > NUM_COLUMNS else "",
             )
         )
     return samples
@@ -204,12 +271,13 @@ def timeline(
     line = Timeline([], [], [], [])
     if not measured:
         return line
-    first, last = measured[0][0].time, measured[-1][0].time
+    times = [sample.time for sample, _ in measured]  # in order on each node, not over all
+    first, last = min(times), max(times)
     width = max(1.0, (last - first).total_seconds() / points)
-    bins: dict[int, dict[int, list[float]]] = {}
+    bins: dict[int, dict[tuple[str, int], list[float]]] = {}
     for sample, x in measured:
         number = int((sample.time - first).total_seconds() / width)
-        bins.setdefault(number, {}).setdefault(sample.gpu, []).append(x)
+        bins.setdefault(number, {}).setdefault((sample.node, sample.gpu), []).append(x)
     for number, gpus in sorted(bins.items()):
         means = [fmean(xs) for xs in gpus.values()]
         line.seconds.append(number * width)

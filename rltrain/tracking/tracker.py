@@ -23,7 +23,7 @@ from rltrain.config.trainer import TrackingConfig
 from rltrain.planning.roofline import describe_bottleneck
 from rltrain.tracking.alerts import Alert, Watch
 from rltrain.tracking.backends import Rows, State, start_copies
-from rltrain.tracking.gpus import read_gpus, start_gpu_log
+from rltrain.tracking.gpus import Listen, NodeGpuLog, read_gpus, start_gpu_log
 from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
 from rltrain.tracking.metrics import check_metrics
 from rltrain.tracking.progress import ProgressLines, RunProgress
@@ -60,6 +60,8 @@ class Tracker:
             of the .jsonl files at or past it are dropped; gpus.csv begins anew.
         progress: shows the steps, and is closed with the rest; log lines where it is None.
         gpus: those of the run, by NVML index or UUID; none are sampled where it is empty.
+        node_gpus: how to hear of those on the nodes of a cluster, see `NodeGpuLog`; None: they are
+            sampled here.
 
     Raises:
         OSError: when the run folder cannot be written.
@@ -75,6 +77,7 @@ class Tracker:
         num_steps: int,
         first_step: int = 0,
         gpus: Sequence[str] = (),
+        node_gpus: Listen | None = None,
         progress: RunProgress | None = None,
     ) -> None:
         self.run_dir = run_dir
@@ -92,7 +95,8 @@ class Tracker:
         self._progress = progress or ProgressLines(num_steps)
         if first_step > 0:
             self._progress.begin_after(first_step - 1)
-        self._gpus = start_gpu_log(run_dir / "gpus.csv", gpus)
+        file = run_dir / "gpus.csv"
+        self._gpus = NodeGpuLog(file, node_gpus) if node_gpus else start_gpu_log(file, gpus)
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ is another one there, as on a machine without a shared disk.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,12 +29,23 @@ class TwoNodes(NamedTuple):
     address: str
     private: Path
     """A folder that exists on both nodes and is another one on each."""
+    packages: Path
+    """Of the second node alone, before its other packages."""
     other: Process
-    """The second raylet, and what it started."""
 
-    def other_raylet(self) -> list[psutil.Process]:
-        """The processes of the second node, the raylet first."""
-        return list(psutil.Process(self.other.pid).children(recursive=True))
+    def other_processes(self) -> list[psutil.Process]:
+        """Of the second node, the raylet and all that it started."""
+        return psutil.Process(self.other.pid).children(recursive=True)
+
+    def overlay(self, package: str, version: str | None) -> None:
+        """Have the second node believe that it has this version of a package; None: its own."""
+        for old in self.packages.glob(f"{package}-*.dist-info"):
+            shutil.rmtree(old)
+        if version is not None:
+            folder = self.packages / f"{package}-{version}.dist-info"
+            folder.mkdir()
+            text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+            (folder / "METADATA").write_text(text)
 
 
 def can_unshare() -> bool:
@@ -42,15 +54,18 @@ def can_unshare() -> bool:
 
 
 @contextmanager
-def two_nodes(port: int, env: Mapping[str, str] | None = None) -> Iterator[TwoNodes]:
-    """Args:
-    env: what the second node has in its environment beside ours
+def two_nodes(port: int, source: Path) -> Iterator[TwoNodes]:
+    """
+    Args:
+        source: the folder from which both nodes import rltrain
     """
     if not can_unshare():
         pytest.skip("no mount namespaces here (unshare -m needs root)")
     folder = Path(tempfile.mkdtemp(prefix="rl2-", dir="/tmp"))
     private = folder / "private"
-    private.mkdir()
+    packages = folder / "packages"
+    for made in (private, packages):
+        made.mkdir()
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     common = ["--num-cpus=1", "--object-store-memory=200000000"]
     started = []
@@ -67,12 +82,14 @@ def two_nodes(port: int, env: Mapping[str, str] | None = None) -> Iterator[TwoNo
 
     try:
         head = ["--head", f"--node-ip-address={HEAD}", f"--port={port}", f"--temp-dir={folder}/r"]
-        start("head", [*ray, *common, *head, "--include-dashboard=false"], {})
+        paths = {"PYTHONPATH": str(source)}
+        start("head", [*ray, *common, *head, "--include-dashboard=false"], paths)
         mount = f'mount -t tmpfs tmpfs {private} && exec "$@"'
         join = [f"--address={HEAD}:{port}", f"--node-ip-address={OTHER}"]
         inside = ["unshare", "-m", "bash", "-c", mount, "--"]
-        other = start("other", [*inside, *ray, *common, *join], dict(env or {}))
-        yield TwoNodes(f"{HEAD}:{port}", private, other)
+        paths = {"PYTHONPATH": f"{packages}{os.pathsep}{source}"}
+        other = start("other", [*inside, *ray, *common, *join], paths)
+        yield TwoNodes(f"{HEAD}:{port}", private, packages, other)
     finally:
         for process in started:
             _end(process)

@@ -5,7 +5,7 @@ Imports no torch, no vLLM. Each rule about routes was read in vLLM's own source,
 runs without a word.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
@@ -136,10 +136,15 @@ def check_engine() -> tuple[str, str]:
 
 def check_logits_processors() -> None:
     """No installed package makes vLLM sample from other logits; vLLM loads them unasked."""
-    if entry_points := metadata.entry_points(group=LOGITS_PROCESSORS):
-        named = ", ".join(sorted(f"{point.name}={point.value}" for point in entry_points))
+    points = metadata.entry_points(group=LOGITS_PROCESSORS)
+    refuse_logits_processors(sorted(f"{point.name}={point.value}" for point in points))
+
+
+def refuse_logits_processors(registered: Sequence[str]) -> None:
+    if registered:
         raise ValueError(
-            f"an installed package registers logits processors with vLLM ({named}, entry point "
+            "an installed package registers logits processors with vLLM "
+            f"({', '.join(registered)}, entry point "
             f"group {LOGITS_PROCESSORS}): tokens would be drawn from logits the policy does not "
             "have. Uninstall it where rltrain runs"
             " [RL4012]"
@@ -186,6 +191,36 @@ def check_capture_options(
     ]
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def guard_problems(
+    version: str,
+    processors: Sequence[str],
+    environment: Mapping[str, str],
+    engine_args: Mapping[str, Any],
+    device: Literal["cpu", "cuda"],
+    *,
+    capture: bool,
+) -> list[str]:
+    """What `check_logits_processors`, `check_capture_version` and `check_capture_options` say of
+    another machine.
+
+    Args:
+        version, processors, environment: its vLLM's, its entry points, and of its engines
+    """
+    checks: list[Callable[[], None]] = [lambda: refuse_logits_processors(processors)]
+    if capture:
+        checks += [
+            lambda: check_capture_version("vllm", version),
+            lambda: check_capture_options(engine_args, environment, device, version),
+        ]
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _within(version: str, versions: str) -> bool:

@@ -46,7 +46,6 @@ class Heartbeat:
         agents: of the nodes, by address; all have been heard
         logs: the folder for the logs of nodes that do not see it
         silence_s: how long a node may be silent
-        take: what becomes of the answers of sources, by node (`NodeAgent.add_source`)
     """
 
     def __init__(
@@ -54,21 +53,24 @@ class Heartbeat:
         agents: Mapping[str, Any],
         logs: Path,
         silence_s: float,
-        take: Callable[[str, Mapping[str, Any]], None] = lambda node, taken: None,
     ) -> None:
         now = time.monotonic()
         self._nodes = {address: _Node(agent, now) for address, agent in agents.items()}
-        self._logs, self._silence_s, self._take = logs, silence_s, take
+        self._logs, self._silence_s = logs, silence_s
+        self.takers: dict[str, Callable[[str, Any], None]] = {}
+        """What becomes of a node's answers, by source (`NodeAgent.add_source`)."""
         self._changed = threading.Condition()
         self._hurry = 0.0  # what was asked before this time is asked again
         self._stopping = False
+        self._broken = ""
         self.several = len(agents) > 1
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def lost(self) -> str | None:
         """See `RunNodes`."""
-        return next((node.lost for node in self._nodes.values() if node.lost), None)
+        lost = (node.lost for node in self._nodes.values() if node.lost)
+        return self._broken or next(lost, None)
 
     def lost_nodes(self) -> list[str]:
         return [address for address, node in self._nodes.items() if node.lost]
@@ -105,6 +107,13 @@ class Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._ask_until_stopped()
+        except Exception as error:  # a run that does not know of its nodes ends
+            logger.exception("the nodes are not heard any more")
+            self._broken = f"the nodes of the run are not heard any more: {error!r} [RL4020]"
+
+    def _ask_until_stopped(self) -> None:
         waiting: dict[Any, str] = {}
         while not self._stopping:
             for address in self._due():
@@ -153,7 +162,8 @@ class Heartbeat:
             for piece in beat.pieces:
                 append_piece(self._logs, piece)
                 node.at[piece.name] = node.at.get(piece.name, 0) + len(piece.data)
-            self._take(address, beat.taken)
+            for source, taken in beat.taken.items():
+                self.takers[source](address, taken)
         except OSError as error:
             logger.warning("what node %s logged cannot be kept: %s", address, error)
 

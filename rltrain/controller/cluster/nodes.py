@@ -22,6 +22,7 @@ from rltrain.config import Config
 from rltrain.config.environment import actor_environment
 from rltrain.config.redact import REDACTED, remember_secrets
 from rltrain.controller.cluster.heartbeat import Heartbeat
+from rltrain.controller.cluster.node_preflight import check_nodes
 from rltrain.planning.nodes import LOCAL
 
 if TYPE_CHECKING:  # it holds the nodes
@@ -46,10 +47,14 @@ class Nodes:
 
     Args:
         agents: by the node's address; none without a cluster
+        heartbeat: hears from them
     """
 
-    def __init__(self, agents: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, agents: Mapping[str, Any] | None = None, heartbeat: Heartbeat | None = None
+    ) -> None:
         self.agents = dict(agents or {})
+        self._heartbeat = heartbeat
         self.addresses = tuple(self.agents) or (LOCAL,)
 
     def call(self, node: str, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
@@ -79,6 +84,24 @@ class Nodes:
         }
         return _answers(refs, function.__name__, timeout_s)
 
+    def listen(
+        self,
+        source: str,
+        make: Callable[..., Callable[[], Any]],
+        args: Mapping[str, Sequence[Any]],
+        take: Callable[[str, Any], None],
+    ) -> None:
+        """From now on, until the end of the run, every second or so: ``take(node, taken)``, in
+        another thread, with what ``make(*args[node])``, called once on the node, returns then.
+
+        Args:
+            source: a name for it
+        """
+        assert self._heartbeat is not None, "there are no agents"
+        self._heartbeat.takers[source] = take
+        for node, given in args.items():
+            self.agents[node].add_source.remote(source, make, *given)
+
 
 def _answers(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
     end, missing = time.monotonic() + timeout_s, list(refs.values())
@@ -107,7 +130,7 @@ def with_agents(config: Config, placed: "Cluster") -> Iterator["Cluster"]:
 
     Raises:
         RuntimeError: a node does not answer.
-        ValueError: a secret is missing.
+        ValueError: a secret is missing, or the nodes differ.
     """
     joined = config.cluster.address is not None
     environment = actor_environment(config.cluster.env, os.environ, joined=joined)
@@ -120,6 +143,7 @@ def with_agents(config: Config, placed: "Cluster") -> Iterator["Cluster"]:
             return
         logs = placed.logs
         assert logs is not None
+        check_nodes(config, placed)
         placed = replace(placed, environment={**placed.environment, RUN: secrets.token_hex(6)})
         with running_agents(
             {node: placed.actor_on(node) for node in placed.nodes},
@@ -170,7 +194,7 @@ def running_agents(
         _answers(refs, "the start of its agent", start_timeout_s)
         logger.info("%d node agents run, after %.1f s", len(agents), time.monotonic() - began)
         heartbeat = Heartbeat(agents, logs, node_timeout_s)
-        nodes = Nodes(agents)
+        nodes = Nodes(agents, heartbeat)
         with nodes_known(heartbeat):
             try:
                 yield nodes

@@ -30,6 +30,8 @@ from rltrain.tracking.report.verdicts import verdicts
 
 SECTIONS_OF_PAGE = ("learning", "mismatch", "time")
 MAX_LISTED_LAYERS = 8
+MOST_NODES = 8
+"""Of a chart with a line for each node."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -99,7 +101,7 @@ def _add_gpu_charts(page: ChartPage, samples: Sequence[GpuSample]) -> None:
     """Utilization and memory by NVML over the seconds of the run: mean and extremes of the GPUs."""
     busy = timeline(samples, lambda sample: sample.utilization)
     used = timeline(samples, lambda sample: sample.memory_gib)
-    several = len({sample.gpu for sample in samples}) > 1
+    several = len({(sample.node, sample.gpu) for sample in samples}) > 1
     sampled = {
         "GPU mean": Series(busy.seconds, busy.mean),
         "GPU lowest": Series(busy.seconds, busy.lowest),
@@ -109,8 +111,15 @@ def _add_gpu_charts(page: ChartPage, samples: Sequence[GpuSample]) -> None:
     share = (LineSpec("GPU mean", "mean of the GPUs"), LineSpec("GPU lowest", "least busy GPU"))
     memory = (LineSpec("GPU fullest", "fullest GPU"), LineSpec("GPU emptiest", "emptiest GPU"))
     shown = 2 if several else 1
+    nodes = sorted({sample.node for sample in samples})
+    by_node = tuple(LineSpec(f"GPUs of {node}", node) for node in nodes[:MOST_NODES])
+    for node in nodes[:MOST_NODES]:
+        own = [sample for sample in samples if sample.node == node]
+        line = timeline(own, lambda sample: sample.utilization)
+        sampled[f"GPUs of {node}"] = Series(line.seconds, line.mean)
     for spec in (
         ChartSpec("Share of a second in which a kernel ran", share[:shown], unit="share"),
+        *([ChartSpec("The same, mean of each node", by_node, unit="share")] * (len(nodes) > 1)),
         ChartSpec("GPU memory in use", memory[:shown], unit="GiB"),
     ):
         draw(page, "time", spec, sampled, group="seconds", x="second")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process
+from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process, node_of_log
 from rltrain.actors.failures import (
     actor_name,
     child_failure,
@@ -89,6 +89,21 @@ def test_a_process_and_its_children_write_into_the_actors_log(
         f"rollout engine 0 (process {pids[1]}) died. Its last error: ValueError: "
     )
     assert said.endswith(f"Full log: {log}")
+
+
+def test_processes_of_two_nodes_may_have_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, node in enumerate(("10.77.0.2", "10.77.0.3")):
+        log = tmp_path / f"policy-{rank}.log"
+        log.write_text(f"=== process 7 on {node} starts, now ===\nrank {rank}\n")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    assert find_log(7, "10.77.0.3") == log and find_log(7, "10.77.0.4") is None
+    assert log_of_process(log.read_text(), 7, "10.77.0.3") == "rank 1\n"
+    assert node_of_log(log.read_text()) == "10.77.0.3" and node_of_log("nothing") == ""
+    said = describe_death("policy", 7, "The actor died because its node has died.", "10.77.0.3")
+    assert said.startswith("policy worker 1 (process 7) died with its node")
+    assert 'its log: "rank 1"' in said
 
 
 def test_a_child_is_reported_by_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

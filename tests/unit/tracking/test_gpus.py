@@ -13,9 +13,11 @@ from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking import gpus
 from rltrain.tracking.gpus import (
     HEADER,
+    NODE_HEADER,
     Device,
     csv_line,
     gpu_name,
+    gpu_source,
     parse,
     read_gpus,
     start_gpu_log,
@@ -252,6 +254,45 @@ def test_a_line_has_the_columns_of_the_header():
     assert csv_line(at, h200, None, None) == "2026/11/28 20:00:01.250, 1, NVIDIA H200, , "
     samples = parse([HEADER, csv_line(at, h200, None, None), csv_line(at, h200, 0, 0)])
     assert [(s.utilization, s.memory_gib) for s in samples] == [(None, None), (0.0, 0.0)]
+
+
+def test_gpus_of_several_nodes_are_told_apart(tmp_path, driver, monkeypatch):
+    """Two nodes have a GPU 0 each; the page shows each node, and older files are still read."""
+    monkeypatch.setattr(gpus, "INTERVAL_S", 60.0)
+    takes = []
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tracking = TrackingConfig(backends=[])
+    with Tracker(folder, tracking, {}, {}, num_steps=1, node_gpus=takes.append) as tracker:
+        (take,) = takes
+        for node in ("10.0.0.1", "10.0.0.2"):
+            source = gpu_source(["0"])
+            lines = []
+            _wait_for(lambda source=source, lines=lines: lines.extend(source()) or lines)
+            take(node, lines)
+        tracker.log(1, {"time/step": 1.0})
+    take("10.0.0.1", lines)  # after the end
+    text = (folder / "gpus.csv").read_text().splitlines()
+    assert text[0] == NODE_HEADER and len(text) == 3
+    samples = read_gpus(folder / "gpus.csv")
+    assert [(s.node, s.gpu, s.utilization) for s in samples] == [
+        ("10.0.0.1", 0, 0.8),
+        ("10.0.0.2", 0, 1.0),
+    ]
+    (row,) = read_jsonl(folder / "metrics.jsonl")
+    assert row["gpu/utilization"] == pytest.approx(0.9)
+    line = timeline(samples[::-1], lambda sample: sample.utilization)
+    assert (line.lowest, line.highest) == ([0.8], [1.0])
+    page = (folder / "report.html").read_text()
+    assert "The same, mean of each node" in page and "10.0.0.2" in page
+    assert [sample.node for sample in parse(LINES)] == [""] * 4
+
+
+def test_a_node_without_a_driver_samples_nothing(driver, caplog):
+    driver.init_error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    source = gpu_source(["0"])
+    assert gpu_source([])() == [] and source() == []
+    assert not caplog.records
 
 
 def test_lines_that_are_no_sample_are_left_out():
