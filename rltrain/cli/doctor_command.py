@@ -25,6 +25,7 @@ def doctor(
     *,
     json: bool = False,
     with_self_test: bool = False,
+    cluster: str | None = None,
 ) -> int:
     """Print one line per check, with a remedy for each problem; the exit status is 1 if a check
     failed.
@@ -33,6 +34,7 @@ def doctor(
         overrides: a configuration to examine, too; the machine alone where there are none
         json: print the findings as JSON
         with_self_test: also train the tiny model for two steps and check what must hold
+        cluster: the address of a Ray cluster whose nodes are compared with this machine
     """
     began = time.monotonic()
     findings: list[Finding] = []
@@ -43,7 +45,14 @@ def doctor(
             sys.stdout.write("".join(map(show_finding, new)))
             sys.stdout.flush()
 
-    _examine(overrides, config_dir, report)
+    config = _examine(overrides, config_dir, report)
+    if cluster is not None:
+        from rltrain.controller.doctor.cluster_checks import check_cluster
+
+        table, found = check_cluster(cluster, config or Config())
+        report(found)
+        if table and not json:
+            sys.stdout.write(f"\n{table}\n")
     if with_self_test:
         from rltrain.controller.doctor.self_test import self_test
 
@@ -59,7 +68,8 @@ def _examine(
     overrides: Sequence[str],
     config_dir: Path | None,
     report: Callable[[Sequence[Finding]], None],
-) -> None:
+) -> Config | None:
+    """The checks of this machine; the configuration, if there is one and it is valid."""
     from rltrain.controller.doctor.examination import Examination
 
     config = None
@@ -74,6 +84,7 @@ def _examine(
             report(run_check(name, check))
     finally:
         examination.close()
+    return config
 
 
 def _configuration(overrides: Sequence[str], config_dir: Path | None) -> Config:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rltrain.actors.actor_log import node_of_log
 from rltrain.actors.last_error import last_error, last_line
 from rltrain.cli.find_run import find_run
 from rltrain.config.redact import escape_control, strip_terminal_codes
@@ -20,13 +21,16 @@ TAIL_BYTES = 64 * 1024
 POLL_S = 0.5
 
 
-def logs(words: Sequence[str], *, with_errors: bool, with_new_lines: bool) -> int:
+def logs(
+    words: Sequence[str], *, with_errors: bool, with_new_lines: bool, rank: int | None = None
+) -> int:
     """List the logs of a run, print one or follow them.
 
     Args:
         words: the folder of a run, the name of a log, or both in this order
         with_errors: show the last error of each instead
         with_new_lines: show what is written from now on, until the run is over
+        rank: of the policy, or of the role that the name of the log is then; whose log to take
 
     Raises:
         ValueError: there is no such run or log.
@@ -34,6 +38,8 @@ def logs(words: Sequence[str], *, with_errors: bool, with_new_lines: bool) -> in
     if with_errors and with_new_lines:
         raise ValueError("expected one of --follow and --errors, found both")
     run, who = split_words(words)
+    if rank is not None:
+        who = f"{who or 'policy'}-{rank}"
     files = choose(log_files(run), who)
     if with_errors:
         list_errors(files)
@@ -71,7 +77,7 @@ def log_files(run: Path) -> dict[str, Path]:
     if not files:
         raise ValueError(
             f"{run}: expected logs in {run / 'logs'}, found none: the run ended before it started "
-            "a worker, or its workers are on nodes that do not have this folder (see ray-logs)"
+            "a worker, or its first lines have not come from their node yet"
             " [RL7001]"
         )
     return files
@@ -97,13 +103,25 @@ def choose(files: dict[str, Path], who: str | None) -> dict[str, Path]:
 def list_logs(files: dict[str, Path]) -> None:
     """Their sizes and last lines."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    nodes = {name: _node(file) for name, file in files.items()}
     table.add_column("log")
+    if any(nodes.values()):
+        table.add_column("node")
     table.add_column("size", justify="right")
     table.add_column("last line", no_wrap=True, overflow="ellipsis")
     for name, file in files.items():
         size = file.stat().st_size
-        table.add_row(name, _size(size), Text(last_line(_read(file, size - TAIL_BYTES))))
+        node = [nodes[name]] if any(nodes.values()) else []
+        last = Text(last_line(_read(file, size - TAIL_BYTES)))
+        table.add_row(name, *node, _size(size), last)
     Console(highlight=False).print(table)
+
+
+def _node(file: Path) -> str:
+    """Where the process was that wrote the file, if it was in a cluster."""
+    with file.open("rb") as opened:
+        head = opened.read(TAIL_BYTES).decode(errors="replace")
+    return node_of_log(_read(file, file.stat().st_size - TAIL_BYTES)) or node_of_log(head)
 
 
 def print_log(file: Path) -> None:

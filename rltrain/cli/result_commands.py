@@ -49,6 +49,7 @@ def compare(
     **listed(
         "rltrain logs",
         "rltrain logs engine-0 --follow",
+        "rltrain logs outputs/2026-01-02_03-04-05 --rank 3",
         "rltrain logs outputs/2026-01-02_03-04-05 --errors",
         panel=PANEL,
     )
@@ -68,11 +69,18 @@ def logs(
     errors: Annotated[
         bool, typer.Option("--errors", "-e", help="Show the last error in each log.")
     ] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of the policy, whatever node it is on; with WHO=critic or WHO=engine, of those.",
+        ),
+    ] = None,
 ) -> int:
     """Show the logs of a run's workers and engines."""
     from rltrain.cli.logs_command import logs
 
-    return logs(run_and_who or [], with_errors=errors, with_new_lines=follow)
+    return logs(run_and_who or [], with_errors=errors, with_new_lines=follow, rank=rank)
 
 
 @commands.command(**listed("rltrain dashboard my-team/my-project", panel=PANEL))

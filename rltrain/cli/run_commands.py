@@ -156,9 +156,17 @@ def doctor(
         ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="ADDRESS",
+            help="Also compare every node of this Ray cluster with this machine.",
+        ),
+    ] = None,
     config_dir: ConfigDir = None,
 ) -> int:
     """Check this machine, its packages and a configuration."""
     from rltrain.cli.doctor_command import doctor
 
-    return doctor(overrides or [], config_dir, json=json, with_self_test=self_test)
+    return doctor(overrides or [], config_dir, json=json, with_self_test=self_test, cluster=cluster)

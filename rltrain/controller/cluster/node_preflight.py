@@ -103,14 +103,13 @@ def collect_facts(
 def needs_of(config: Config, placed: "Cluster") -> dict[str, Needs]:
     """By node."""
     placement = placed.placement
-    slots = [*placement.policy, *placement.critic, *(s for e in placement.engines for s in e)]
     return {
         node: Needs(
             capture=config.routing_replay.capture and config.algorithm.type == "rl",
             engine_args=config.rollout.engine_args,
             device=placement.device,
             shm=shared_memory_needed(
-                len({slot.gpu for slot in slots if slot.node == node and slot.gpu is not None}),
+                placement.gpus_on(node),
                 sum(e[0].node == node and len(e) > 1 for e in placement.engines),
             ),
             engines=node in placed.engine_nodes,

@@ -56,6 +56,31 @@ def test_one_log_is_printed(
     assert capsys.readouterr().out == "ready\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rank", "1"], "rank 1\n"),
+        (["engine", "--rank", "1"], "ready\n"),
+        (["outputs/run", "engine", "--rank", "1"], "ready\n"),
+    ],
+)
+def test_the_log_of_a_rank_is_found(
+    words: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = "=== process 7 on 10.77.0.3 starts, now ==="
+    (run / "logs" / "policy-1.log").write_text(f"{mark}\nrank 1\n")
+    (run / "logs" / "policy-10.log").write_text("rank 10\n")
+    assert main(["logs", *words]) == 0
+    assert capsys.readouterr().out.endswith(said)
+    assert main(["logs"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0][:2] == ["log", "node"] and ["policy-1", "10.77.0.3", "50"] in [
+        row[:3] for row in rows
+    ]
+    assert main(["logs", "--rank", "7"]) == 2
+    assert "policy-7: expected one of " in capsys.readouterr().err
+
+
 def test_a_terminal_obeys_no_log(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "policy"]) == 0
     printed = capsys.readouterr().out
