@@ -3,12 +3,16 @@
 import copy
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
+from rltrain.controller.checks import node_facts
 from rltrain.controller.checks.node_facts import collect, model_digest
 from rltrain.controller.checks.node_rows import (
     MIB,
@@ -153,3 +157,31 @@ def test_this_machine_says_what_it_has_within_seconds(tmp_path: Path) -> None:
     assert facts["packages"]["ray"] and len(facts["source"]) == 12 and facts["shm"][0] > 0
     assert list(facts["variables"]) == ["PATH"] and facts["output"] is not None
     assert json.dumps(facts)
+
+
+def test_a_node_without_rltrain_can_be_asked(tmp_path: Path) -> None:
+    """The question brings its own code, and finds that the package is missing there."""
+    cloudpickle.register_pickle_by_value(node_facts)
+    try:
+        sent = cloudpickle.dumps(collect)
+    finally:
+        cloudpickle.unregister_pickle_by_value(node_facts)
+    (tmp_path / "sent").write_bytes(sent)
+    code = (
+        "import json, pathlib, sys; from ray import cloudpickle; "
+        "sys.modules['rltrain'] = None; sys.path = [p for p in sys.path if p]; "
+        "import importlib.util; importlib.util.find_spec = lambda name: None; "
+        "collect = cloudpickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
+        "question = {'model': '/nowhere', 'output': '/nowhere', 'variables': []}; "
+        "print(json.dumps(collect(question)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "sent")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    facts = json.loads(done.stdout)
+    assert facts["source"] == "none" and facts["gpus"] == {}
+    assert facts["model"] == {"config": "", "tokenizer": "", "weights": ""}
