@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rltrain.config.redact import is_secret
+from rltrain.config.redact import URL_LOGIN, is_secret
 
 PREFIXES = ("NCCL_", "GLOO_", "HF_", "VLLM_", "TOKENIZERS_")
 """Variables of the driver that reach the actors on every node, as if they were in cluster.env."""
@@ -56,10 +56,9 @@ def actor_environment(
         if joined and name.startswith(PREFIXES) and name not in OF_ONE_NODE
     }
     values = inherited | {name: str(value) for name, value in env.items()}
-    return ActorEnvironment(
-        {name: value for name, value in values.items() if not is_secret(name)},
-        {name: value for name, value in values.items() if is_secret(name)},
-    )
+    secret = {n: v for n, v in values.items() if is_secret(n) or URL_LOGIN.search(v)}
+    plain = {name: value for name, value in values.items() if name not in secret}
+    return ActorEnvironment(plain, secret)
 
 
 def check_env(env: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ class Actor:
 def config(nodes: TwoNodes, name: str, **more: Any) -> Config:
     folder = nodes.private / name
     folder.mkdir()
-    settings: dict[str, Any] = {"address": nodes.address, "device": "cpu", "node_timeout_s": 6.0}
+    settings: dict[str, Any] = {"address": nodes.address, "device": "cpu"}
     return Config.model_validate(
         {"cluster": settings | more, "trainer": {"output_dir": str(folder)}}
     )
@@ -85,6 +85,7 @@ def test_logs_and_variables_reach_the_other_side(
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("HF_HOME", "/driver/home")
     monkeypatch.setenv("OTHER_TOKEN", "stays")
+    before = set(os.listdir("/tmp"))
     env = {"NCCL_DEBUG": "INFO", "MINE": 3, "MY_API_KEY": SECRET[::-1]}
     with cluster(config(nodes, "logs", env=env)) as placed:
         assert placed.logs is not None
@@ -112,12 +113,13 @@ def test_logs_and_variables_reach_the_other_side(
             call(actor, "die")
         assert f"rollout engine 0 on node {OTHER} (process {pid}) died. " in str(died.value)
         assert 'The last line of its log: "about to end"' in str(died.value)
-        left = placed.on_nodes.call(OTHER, leftovers, timeout_s=LIMIT_S)
-        assert left != []
+        there = set(placed.on_nodes.call(OTHER, os.listdir, "/tmp", timeout_s=LIMIT_S))
+        (left,) = {name for name in there - before if name.startswith("rltrain-")}
+        assert left.endswith(OTHER)
         second = actor_there(placed)
         alive = call(second, "say", "the last line")
     assert log.read_text().endswith("the last line\n") and not psutil.pid_exists(alive)
-    assert leftovers() == [name for name in leftovers() if name not in left]
+    assert left not in os.listdir("/tmp")
     found = subprocess.run(
         ["grep", "-rlE", f"{SECRET}|{SECRET[::-1]}", str(nodes.private.parent)],
         capture_output=True,
@@ -125,10 +127,6 @@ def test_logs_and_variables_reach_the_other_side(
         check=False,
     )
     assert found.stdout == ""
-
-
-def leftovers() -> list[str]:
-    return sorted(name for name in os.listdir("/tmp") if name.startswith("rltrain-"))
 
 
 def test_a_node_that_differs_is_refused_with_a_table(
@@ -156,18 +154,18 @@ def test_a_node_that_differs_is_refused_with_a_table(
 
 def test_a_node_that_is_silent_for_long_ends_the_run_on_both_sides(nodes: TwoNodes) -> None:
     """As if its cable were cut: all of its processes are stopped, for short and then for long."""
-    with cluster(config(nodes, "lost")) as placed:
+    with cluster(config(nodes, "lost", node_timeout_s=10.0)) as placed:
         actor = actor_there(placed)
         pid = call(actor, "say", "here")
-        stop(nodes, 2.5)
+        stop(nodes, 4.0)
         assert call(actor, "say", "still here") == pid
         waiting = actor.wait.remote()
         stopped = stop(nodes, 0)
         began = time.monotonic()
         with pytest.raises(ActorFailed, match=rf"node {OTHER} is lost: .* \[RL4020\]") as lost:
             get_all([waiting], AwaitedCall("rollout", "wait"), LIMIT_S)
-        assert time.monotonic() - began < 20 and lost.value.kind == "died"
-        wait_until(lambda: time.monotonic() - began > 11)
+        assert time.monotonic() - began < 30 and lost.value.kind == "died"
+        wait_until(lambda: time.monotonic() - began > 17)
         go_on(stopped)
         wait_until(lambda: not psutil.pid_exists(pid))
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0
 """Between the answer of a node and the next question."""
 TICK_S = 0.2
+JOIN_S = 10.0
+"""How long the end of a run waits for this thread, which Ray may hold up."""
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Heartbeat:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(JOIN_S)
 
     def _run(self) -> None:
         try:

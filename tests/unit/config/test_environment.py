@@ -12,6 +12,7 @@ DRIVER = {
     "GLOO_SOCKET_IFNAME": "eth0",
     "HF_TOKEN": "hf_12345678",
     "HF_HOME": "/hf",
+    "HF_ENDPOINT": "https://me:mine@hub",
     "VLLM_HOST_IP": "10.0.0.1",
     "TOKENIZERS_PARALLELISM": "true",
     "WANDB_API_KEY": "abc",
@@ -30,7 +31,11 @@ def test_safe_variables_of_the_driver_reach_other_nodes_and_secrets_go_apart() -
         "TOKENIZERS_PARALLELISM": "true",
         "LEVEL": "3",
     }
-    assert secret == {"HF_TOKEN": "hf_12345678", "S3_SECRET": "abcdefgh"}
+    assert secret == {
+        "HF_TOKEN": "hf_12345678",
+        "HF_ENDPOINT": "https://me:mine@hub",
+        "S3_SECRET": "abcdefgh",
+    }
 
 
 def test_on_one_machine_processes_inherit_and_get_what_was_asked_for() -> None:
