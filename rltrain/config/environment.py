@@ -73,10 +73,12 @@ def check_env(env: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"env.{name}: the trainer or Ray sets it for each process: leave it out"
             )
-        if isinstance(value, bool) or not isinstance(value, str | int):
+        # A number is not redacted: experts_per_token is one.
+        allowed, said = (str, "text") if is_secret(name) else (str | int, "text or an integer")
+        if isinstance(value, bool) or not isinstance(value, allowed):
             raise ValueError(
-                f"env.{name}: expected text or an integer, found {type(value).__name__}: write "
-                f"what programs shall read, such as \"cluster.env.{name}='1'\""
+                f"env.{name}: expected {said}, found {type(value).__name__}: write what programs "
+                f"shall read, such as \"cluster.env.{name}='1'\""
             )
         if "\0" in str(value):
             raise ValueError(f"env.{name}: a value cannot hold the character NUL")

@@ -69,8 +69,8 @@ def redacted(value: Any, key: str = "") -> Any:
         return {name: redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(item, key) for item in value]
-    if is_secret(key) and isinstance(value, str | int) and not isinstance(value, bool):
-        return REDACTED
     if not isinstance(value, str):
         return value
+    if is_secret(key):
+        return REDACTED
     return URL_LOGIN.sub(REDACTED, value)

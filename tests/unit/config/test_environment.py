@@ -50,7 +50,8 @@ def test_on_one_machine_processes_inherit_and_get_what_was_asked_for() -> None:
         ("RLTRAIN_LOG", "x", "the trainer or Ray sets it"),
         ("two words", "x", "expected the name of an environment variable"),
         ("NCCL_DEBUG", True, "expected text or an integer, found bool"),
-        ("HF_TOKEN", ["hf_12345678"], "expected text or an integer, found list"),
+        ("HF_TOKEN", ["hf_12345678"], "expected text, found list"),
+        ("PIN_TOKEN", 12345678, "expected text, found int"),
         ("X", "a\0b", "NUL"),
     ],
 )
@@ -63,7 +64,7 @@ def test_a_name_or_value_that_cannot_be_used_is_refused(name, value, said) -> No
 
 def test_a_secret_of_the_configuration_is_in_no_text() -> None:
     config = Config.model_validate(
-        {"cluster": {"env": {"HF_TOKEN": "hf_87654321", "PIN_TOKEN": 12345678}}}
+        {"cluster": {"env": {"HF_TOKEN": "hf_87654321", "PIN_TOKEN": "12345678"}}}
     )
     assert redacted(config.model_dump(mode="json"))["cluster"]["env"] == {
         "HF_TOKEN": "[redacted]",
