@@ -1,18 +1,7 @@
-"""The GPUs of a run on every node: their name, and what they do meanwhile."""
+"""What the GPUs of a run do meanwhile, on every node."""
 
 from rltrain.controller.cluster.ray_cluster import Cluster
-from rltrain.tracking.gpus import Listen, gpu_name, gpu_source
-
-LIMIT_S = 60.0
-"""For a node's driver to say what it has."""
-
-
-def card_name(placed: Cluster) -> str:
-    """Of the GPUs that the policy computes on; empty where there are none."""
-    if placed.device == "cpu":
-        return ""
-    node = placed.policy_nodes[0]
-    return placed.on_nodes.call(node, gpu_name, placed.gpu_ids_of(node), timeout_s=LIMIT_S)
+from rltrain.tracking.gpus import Listen, gpu_source
 
 
 def gpu_listener(placed: Cluster) -> Listen | None:
