@@ -53,7 +53,7 @@ def reserve(config: Config, placement: Placement, found: RayNodes, timeout_s: fl
         for number, node in enumerate(placement.nodes)
     ]
     try:
-        answers = _answers(probes, placement, found, timeout_s)
+        answers = _answers(bundles, probes, placement, found, timeout_s)
     except BaseException:
         ray.util.remove_placement_group(bundles)
         raise
@@ -80,7 +80,11 @@ def _bundle(config: Config, placement: Placement, node: str) -> dict[str, float]
 
 
 def _answers(
-    probes: list[ray.ObjectRef], placement: Placement, found: RayNodes, timeout_s: float
+    bundles: PlacementGroup,
+    probes: list[ray.ObjectRef],
+    placement: Placement,
+    found: RayNodes,
+    timeout_s: float,
 ) -> list[tuple[tuple[str, ...], str]]:
     """What the probes say. Ray itself waits without a word for a node that is gone."""
     last = time.monotonic() + timeout_s
@@ -97,7 +101,9 @@ def _answers(
                     f"{node_table(now.nodes)} [RL4001]"
                 ) from None
             if time.monotonic() > last:
-                raise RuntimeError(_taken(placement, now.nodes, timeout_s)) from None
+                kept = bundles.wait(timeout_seconds=0)
+                say = _silent if kept else _taken
+                raise RuntimeError(say(placement, now.nodes, timeout_s)) from None
 
 
 def _taken(placement: Placement, nodes: tuple[Node, ...], timeout_s: float) -> str:
@@ -106,6 +112,14 @@ def _taken(placement: Placement, nodes: tuple[Node, ...], timeout_s: float) -> s
         f"expected {what} on {', '.join(placement.nodes)} within {timeout_s:g} s. Others "
         "hold them: see `ray status`, or raise cluster.start_timeout_s"
         f"{node_table(nodes)} [RL4001]"
+    )
+
+
+def _silent(placement: Placement, nodes: tuple[Node, ...], timeout_s: float) -> str:
+    return (
+        f"expected a process on each of {', '.join(placement.nodes)} within {timeout_s:g} s. Ray "
+        "has reserved the place there and started none: the nodes are slow or busy. See the logs "
+        f"of their raylets, or raise cluster.start_timeout_s{node_table(nodes)} [RL4001]"
     )
 
 
