@@ -28,17 +28,25 @@ IN_ONE_PROCESS = ("recipes", "sanity", "unit")
 """Folders whose tests need one core at a time."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two things: what may run at the same time, and what needs a GPU on a machine without one.
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What ``-n`` (pytest-xdist) may run at the same time.
 
-    With ``-n`` (pytest-xdist) the files of `IN_ONE_PROCESS` are shared out one by one. All files of
-    any other folder run one after the other, since each of their tests uses several processes.
+    The files of `IN_ONE_PROCESS` are shared out one by one. All files of any other folder go to one
+    worker, one after the other, since each of their tests uses several processes.
     """
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        group = str(item.path) if folder in IN_ONE_PROCESS else folder
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = Path(file).parts[1]
+            return file if folder in IN_ONE_PROCESS else folder
+
+    return ByFolder(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU on a machine without one, and say so."""
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:
         return
