@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from rltrain.controller.weight_sync import check_shared
+from rltrain.controller.weight_links import check_shared
 from rltrain.planning.nodes import LOCAL, Slot
 from rltrain.planning.placement import Placement
 from rltrain.planning.weight_transport import choose_transport
