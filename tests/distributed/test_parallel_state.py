@@ -131,8 +131,8 @@ def ask_megatron(rank: int, folder: Path) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
-    world = rendezvous(folder, "world")
-    dist.init_process_group("gloo", init_method=world, rank=rank, world_size=WORLD_SIZE)
+    store = rendezvous(folder, "world").join(rank, WORLD_SIZE, 60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     answers = {}
     for name, case in CASES.items():
         chunks = case.pipeline.chunks
