@@ -271,7 +271,7 @@ def received(worker: Any) -> dict[str, Tensor]:
         joining = threads.submit(BroadcastGroup, meeting, 1, cpu, 60.0, 60.0)
         worker.join_receivers(SenderLink(meeting, None), [0])
         receiver = BroadcastReceiver({0: joining.result()}, cpu)
-        worker.begin_weight_stream("bfloat16", "broadcast", [])
+        worker.begin_weight_stream("bfloat16", "broadcast", ["cpu"])
         bucket = worker.next_weight_bucket()
         while bucket is not None:
             reading = threads.submit(receiver.read, bucket)
