@@ -44,7 +44,7 @@ demo: setup
 	$(BIN)/python -m rltrain.main +recipe=grpo_moe_r3
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow' -n 2
+	$(BIN)/python -m pytest -m 'not slow'
 
 # Runs over three hosts, which are network namespaces of this machine: docs/clusters.md. To try things
 # on such hosts: .venv/bin/python -m tests.hosts up 3

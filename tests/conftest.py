@@ -24,25 +24,6 @@ settings.load_profile("unhurried")
 
 SHOWN = "shown"
 """Name of a test's property: a line for the end of the output."""
-IN_ONE_PROCESS = ("recipes", "sanity", "unit")
-"""Folders whose tests need one core at a time."""
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What ``-n`` (pytest-xdist) may run at the same time.
-
-    The files of `IN_ONE_PROCESS` are shared out one by one. All files of any other folder go to one
-    worker, one after the other, since each of their tests uses several processes.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFolder(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            folder = Path(file).parts[1]
-            return file if folder in IN_ONE_PROCESS else folder
-
-    return ByFolder(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
