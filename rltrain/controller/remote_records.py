@@ -4,6 +4,7 @@ What counts is at the URL: a node with an empty disk goes on from there.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from rltrain.actors import node_files
@@ -41,7 +42,16 @@ def check_url(config: Config) -> None:
 
 def remote_checkpoints(remote: RemoteFolder) -> list[str]:
     """Names of those that are complete, and of the last weights."""
-    parts = [name.split("/") for name in remote.sizes()]
+    return complete_among(remote.sizes())
+
+
+def complete_among(files: Iterable[str]) -> list[str]:
+    """See `remote_checkpoints`.
+
+    Args:
+        files: names below the URL
+    """
+    parts = [name.split("/") for name in files]
     return sorted(part[0] for part in parts if len(part) == 2 and part[1] == MANIFEST)
 
 
@@ -53,8 +63,9 @@ def pull_records(remote: RemoteFolder, run_dir: Path, names: list[str]) -> None:
         there = {entry.get("place", "") for entry in read_manifest(folder / name).values()}
         if any(map(is_url, there)):
             node_files.remove(folder / name)
+    kept = node_files.records(folder)
     for name in names:
-        if name in node_files.records(folder):
+        if name in kept:
             continue
         node_files.remove(folder / name)  # a link, or what was never complete
         record = remote / name
@@ -75,9 +86,10 @@ def put_config(remote: RemoteFolder, run_dir: Path) -> None:
 
 def remove_remote_leftovers(remote: RemoteFolder) -> None:
     """What killed processes uploaded of checkpoints that have no manifest."""
-    complete = remote_checkpoints(remote)
+    files = list(remote.sizes())
+    complete = complete_among(files)
     remote.remove(
         name
-        for name in remote.sizes()
+        for name in files
         if "/" in name and name.split("/")[0] not in complete and name.startswith("step_")
     )

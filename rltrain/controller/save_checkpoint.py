@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.actors import node_files
-from rltrain.controller.checkpoint_storage import Storage, remove_remote
+from rltrain.controller.checkpoint_storage import SHOWN, Storage, remove_remote
 from rltrain.controller.run_checkpoint import LAST, STATE, checkpoints
 from rltrain.weights.huggingface.manifest import (
     MANIFEST,
@@ -141,8 +141,8 @@ def _commit_remote(remote: RemoteFolder, partial: Path, entries: Entries) -> Non
     if lacking := [name for name, e in entries.items() if sizes.get(name) != e["bytes"]]:
         raise RuntimeError(
             f"{remote.url}: expected all {len(entries)} files that the ranks uploaded, found "
-            f"{len(entries) - len(lacking)}; missing: {', '.join(lacking[:5])}. Use a URL that all "
-            "nodes share [RL6012]"
+            f"{len(entries) - len(lacking)}; missing: {', '.join(lacking[:SHOWN])}. Use a URL that "
+            "all nodes share [RL6012]"
         )
     bare = {
         name: ManifestEntry(bytes=e["bytes"], sha256=e["sha256"]) for name, e in entries.items()
