@@ -6,12 +6,7 @@ import socket
 
 import psutil
 
-
-def node_address() -> str:
-    """The node of this actor, as Ray names it."""
-    import ray  # takes a second, and not all that import this module need it
-
-    return str(ray.util.get_node_ip_address())
+from rltrain.actors.node import node_address
 
 
 def use_network(interface: str | None) -> str:
