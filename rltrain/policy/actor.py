@@ -8,7 +8,8 @@ import logging
 import os
 from typing import Any, Literal, NamedTuple
 
-from rltrain.actors.network import node_address, use_network
+from rltrain.actors.network import use_network
+from rltrain.actors.node import node_address
 from rltrain.actors.process_start import begin_process
 from rltrain.config import Config
 from rltrain.parallel.rendezvous import Address, Rendezvous, serve
