@@ -11,7 +11,7 @@ from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.disks import disks_of
 from rltrain.controller.cluster.engines import engine_spec, start_engines
-from rltrain.controller.cluster.model_folders import check_model_folders
+from rltrain.controller.cluster.model_folders import check_imported_weights
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import cluster
 from rltrain.controller.cluster.worker_group import WorkerGroup
@@ -49,7 +49,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
         progress.phase("warm_start" if model_path is None else None)
         disks = disks_of(config, placed)
-        check_model_folders(config, disks)
+        check_imported_weights(config, disks)
         path = model_path or warm_started_model(config, placed, disks)
         arch = read_architecture(path, config.model.mtp)
         # The engines load while the policy workers do, or first, where they share GPUs: vLLM plans

@@ -18,7 +18,7 @@ from rltrain.controller.checks.first_step import Check, check_first_supervised_s
 from rltrain.controller.checks.precision_bounds import Precision, bound_for, trainer_precision
 from rltrain.controller.cluster.disks import Disks
 from rltrain.controller.cluster.model_folders import (
-    check_model_folders,
+    check_imported_weights,
     export_here,
     share_folder,
 )
@@ -56,7 +56,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
     progress.phase("start_ray")
     with cluster(config) as placed:
         storage = open_storage(config, placed)
-        check_model_folders(config, storage.disks)
+        check_imported_weights(config, storage.disks)
         if config.model.path is None:
             share_folder(storage.disks, path)
         speed = Speed.of(config, arch, placed.placement, find_card(placed.gpu_name))

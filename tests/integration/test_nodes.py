@@ -15,6 +15,7 @@ import ray
 from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all
 from rltrain.actors.process_start import begin_process
 from rltrain.config import Config
+from rltrain.controller.cluster.disks import disks_of
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from tests.integration.two_nodes import NO_TOKEN, OTHER, TwoNodes, two_nodes
 
@@ -87,7 +88,8 @@ def test_logs_and_variables_reach_the_other_side(
     monkeypatch.setenv("OTHER_TOKEN", "stays")
     before = set(os.listdir("/tmp"))
     env = {"NCCL_DEBUG": "INFO", "MINE": 3, "MY_API_KEY": SECRET[::-1]}
-    with cluster(config(nodes, "logs", env=env)) as placed:
+    logged = config(nodes, "logs", env=env)
+    with cluster(logged) as placed:
         assert placed.logs is not None
         actor = actor_there(placed)
         variables = call(actor, "environment")
@@ -113,7 +115,7 @@ def test_logs_and_variables_reach_the_other_side(
             call(actor, "die")
         assert f"rollout engine 0 on node {OTHER} (process {pid}) died. " in str(died.value)
         assert 'The last line of its log: "about to end"' in str(died.value)
-        there = set(placed.on_nodes.call(OTHER, os.listdir, "/tmp", timeout_s=LIMIT_S))
+        there = set(disks_of(logged, placed).call(OTHER, os.listdir, "/tmp"))
         (left,) = {name for name in there - before if name.startswith("rltrain-")}
         assert left.endswith(OTHER)
         second = actor_there(placed)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -50,8 +51,9 @@ def compare_nodes(config: Config, placed: "Cluster", limit_s: float) -> list[Row
     Raises:
         RuntimeError: a node does not answer within the limit.
     """
+    model = config.model.path
     question = {
-        "model": config.model.path,
+        "model": model and str(Path(model).expanduser().absolute()),
         "output": config.trainer.output_dir,
         "variables": sorted({rule.option for rule in VARIABLES}),
     }

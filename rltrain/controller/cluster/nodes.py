@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -23,14 +23,12 @@ from rltrain.config.environment import actor_environment
 from rltrain.config.redact import REDACTED, remember_secrets
 from rltrain.controller.cluster.heartbeat import Heartbeat
 from rltrain.controller.cluster.node_preflight import check_nodes
-from rltrain.planning.nodes import LOCAL
 
 if TYPE_CHECKING:  # it holds the nodes
     from rltrain.controller.cluster.ray_cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 POLL_S = 2.0
 LAST_LOGS_S = 10.0
 """How long the end of a run waits for the last lines of the logs on other nodes."""
@@ -40,10 +38,9 @@ controller has given it up."""
 
 
 class Nodes:
-    """Runs functions on the nodes of a run.
+    """The agents of a run; `Disks` calls functions through them.
 
-    A run that started its own Ray has no agents: its one node is this machine, and functions run in
-    this process.
+    A run that started its own Ray has none: its one node is this machine.
 
     Args:
         agents: by the node's address; none without a cluster
@@ -55,34 +52,6 @@ class Nodes:
     ) -> None:
         self.agents = dict(agents or {})
         self._heartbeat = heartbeat
-        self.addresses = tuple(self.agents) or (LOCAL,)
-
-    def call(self, node: str, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
-        """``function(*args)`` on one node; see `call_all`."""
-        return self.call_some({node: args}, function, timeout_s=timeout_s)[node]
-
-    def call_all(self, function: Callable[..., T], *args: Any, timeout_s: float) -> dict[str, T]:
-        """``function(*args)`` on every node at once; results by node.
-
-        Args:
-            function: of a module of rltrain, so that a node can import it
-
-        Raises:
-            RuntimeError: a node did not answer in ``timeout_s``, or is dead.
-            Exception: as the function raised it.
-        """
-        return self.call_some(dict.fromkeys(self.addresses, args), function, timeout_s=timeout_s)
-
-    def call_some(
-        self, args: Mapping[str, Sequence[Any]], function: Callable[..., T], *, timeout_s: float
-    ) -> dict[str, T]:
-        """``function(*args[node])`` on these nodes at once; as `call_all`."""
-        if not self.agents:
-            return {node: function(*given) for node, given in args.items()}
-        refs = {
-            node: self.agents[node].call.remote(function, *given) for node, given in args.items()
-        }
-        return _answers(refs, function.__name__, timeout_s)
 
     def listen(
         self,

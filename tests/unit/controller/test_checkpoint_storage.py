@@ -29,12 +29,12 @@ from rltrain.controller.checkpoint_storage import (
 )
 from rltrain.controller.cluster import disks
 from rltrain.controller.cluster.disks import Disks
-from rltrain.controller.cluster.model_folders import check_same, share_folder
+from rltrain.controller.cluster.model_folders import check_imported_weights, share_folder
 from rltrain.controller.remote_records import check_url
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.run_checkpoint import checkpoints, last_weights, read_state
 from rltrain.controller.save_checkpoint import save, save_last
-from rltrain.weights.huggingface.manifest import MANIFEST, ManifestEntry, entries_of
+from rltrain.weights.huggingface.manifest import MANIFEST, ManifestEntry, entries_of, write_manifest
 from rltrain.weights.huggingface.remote_folder import RemoteFolder
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
@@ -313,13 +313,28 @@ def test_a_folder_goes_in_pieces_to_the_nodes_that_lack_it(
     assert {n: (at_b / n).read_bytes() for n in content} == content
     assert [path.name for path in at_b.parent.iterdir() if path.name.startswith(".")] == []
     assert list(kept.iterdir()) == []
-    with pytest.raises(ValueError, match=rf"found none on {C}.*RL6013"):
-        check_same(hosts, "model.path", folder)
-    shutil.copytree(folder, kept, dirs_exist_ok=True)
-    check_same(hosts, "model.path", folder)
-    (kept / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=rf"others on {C}: config\.json: 2 bytes, sha256"):
-        check_same(hosts, "model.path", folder)
+
+
+def test_imported_weights_are_the_same_and_whole_on_every_node(tmp_path: Path) -> None:
+    hosts, folder = start(tmp_path).hosts, tmp_path / "weights"
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(bytes(100))
+    write_manifest(folder)
+    config = Config.model_validate(
+        {"cluster": {"address": "auto"}, "model": {"path": str(tmp_path), "weights": str(folder)}}
+    )
+    with pytest.raises(ValueError, match=rf"on node {B}.*found none \[RL6004\]"):
+        check_imported_weights(config, hosts)
+    for node in (B, C):
+        shutil.copytree(folder, hosts.at(node, folder))
+    check_imported_weights(config, hosts)
+    other = hosts.at(C, folder) / "__0_0.distcp"
+    other.write_bytes(bytes(99) + b"1")
+    with pytest.raises(ValueError, match=rf"on node {C}.*its content is not"):
+        check_imported_weights(config, hosts)
+    write_manifest(other.parent)
+    with pytest.raises(ValueError, match=rf"another on {C} than on {hosts.driver}.*RL6013"):
+        check_imported_weights(config, hosts)
 
 
 # URLs

@@ -118,7 +118,7 @@ def test_a_failed_sample_has_no_reward_and_its_neighbours_do(num_workers):
 
 HOSTILE = {
     "close": ("error", "its process closed its connection"),
-    "stop": ("timeout", "not done in data.reward.timeout_s=1.0 s"),
+    "stop": ("timeout", "not done in data.reward.timeout_s=4.0 s"),
     "half": ("timeout", "not done in"),
     "thread": ("error", "SystemExit: 5 ("),
     "raise interrupt": ("error", "KeyboardInterrupt ("),
@@ -137,7 +137,7 @@ HOSTILE = {
 
 def test_whatever_a_reward_does_costs_its_own_sample_alone(tmp_path, capfd):
     responses = [r for i, what in enumerate(HOSTILE) for r in (what, f"is {i}", f"print {i}")]
-    with pool_of(num_workers=3, timeout_s=1.0) as pool:
+    with pool_of(num_workers=3, timeout_s=4.0) as pool:
         results = pool.score(samples(*responses, f"fork {tmp_path / 'pid'}"))
         pids = [worker.process.process.pid for worker in pool._workers]
     for (what, expected), result in zip(HOSTILE.items(), results[::3], strict=False):
