@@ -44,7 +44,9 @@ MEASURED = ("time/", "throughput/", "memory/", "routing/bytes_", "weights/bytes_
 """Begin the names of metrics that depend on the hosts."""
 
 
-def arguments(stage: Stage, *overrides: str, across: bool = True) -> list[str]:
+def arguments(
+    stage: Stage, *overrides: str, layout: Sequence[str] = LAYOUT, across: bool = True
+) -> list[str]:
     """Of ``python -m rltrain.main``.
 
     Args:
@@ -52,7 +54,7 @@ def arguments(stage: Stage, *overrides: str, across: bool = True) -> list[str]:
     """
     where = [f"cluster.address={stage.address}"] if across else []
     models = f"model.cache_dir={stage.shared / 'models'}"
-    chosen = (*SMALL, *OF_RL, *LAYOUT, *SAME, *LEARNS, models, "trainer.eval_every=0", *where)
+    chosen = (*SMALL, *OF_RL, *layout, *SAME, *LEARNS, models, "trainer.eval_every=0", *where)
     return ["+recipe=grpo_moe_r3", *chosen, *overrides]
 
 

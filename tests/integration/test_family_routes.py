@@ -6,6 +6,7 @@ and on the routes of the bf16 engine.
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,21 +38,36 @@ SAMPLED = {
     "float32": [name for name in WITH_EXPERTS if name not in BF16_ALONE],
     "bfloat16": WITH_EXPERTS,
 }
+QUICK = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+"""The families of `make test`: softmax, sinks with biases, and groups with sigmoid scores."""
 PASSES = {"float32": None, "bfloat16": None, "replayed": "bfloat16"}
 
 
+def of(names: Sequence[str], *more: str) -> list[Any]:
+    """The parameters of a test."""
+    return [pytest.param(n, *more, marks=() if n in QUICK else pytest.mark.slow) for n in names]
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each family of the chosen tests."""
     folder = tmp_path_factory.mktemp("routes")
-    for name in WITH_EXPERTS:
+    here = [item for item in request.session.items if item.path == request.path]
+    for name in {
+        item.callspec.params["name"] for item in here if isinstance(item, pytest.Function)
+    }:
         make(name, SCALE).save_pretrained(folder / name / "made")
     run_ranks(export_models, 1, folder, timeout_s=600)
     command = [sys.executable, "-m", "tests.integration.family_engine"]
     for dtype, names in SAMPLED.items():
-        folders = [str(folder / name) for name in names]
+        folders = [str(folder / name) for name in made_of(folder, names)]
         subprocess.run([*command, dtype, "1.0", *folders], check=True, timeout=600)
     run_ranks(make_passes, 1, folder, timeout_s=600)
     return folder
+
+
+def made_of(folder: Path, names: Sequence[str]) -> list[str]:
+    return [name for name in names if (folder / name).is_dir()]
 
 
 def export_models(rank: int, root: Path) -> None:
@@ -64,7 +80,7 @@ def export_models(rank: int, root: Path) -> None:
 
     cpu = torch.device("cpu")
     mesh = init_mesh(ParallelConfig(), rank, 1, rendezvous(root, "export"), cpu)
-    for name in WITH_EXPERTS:
+    for name in made_of(root, WITH_EXPERTS):
         made = root / name / "made"
         arch = read_architecture(made)
         chunks = build_model(
@@ -80,7 +96,7 @@ def make_passes(rank: int, root: Path) -> None:
     from rltrain.policy.megatron.mesh import destroy_mesh
     from rltrain.verification.offline_pass import Task, run_task
 
-    for name in WITH_EXPERTS:
+    for name in made_of(root, WITH_EXPERTS):
         folder = root / name
         for made, replayed in PASSES.items():
             if name not in SAMPLED[replayed or made]:
@@ -137,9 +153,9 @@ def routes_apart(folder: Path, dtype: str) -> Difference:
     return compare_routes(engine, policy, NEAR_TIE[dtype])
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(d, name) for d in SAMPLED for name in SAMPLED[d]])
+@pytest.mark.parametrize(("name", "dtype"), [pair for d in SAMPLED for pair in of(SAMPLED[d], d)])
 def test_only_near_ties_are_routed_otherwise(
-    root: Path, dtype: str, name: str, measured: Measured
+    root: Path, name: str, dtype: str, measured: Measured
 ) -> None:
     apart = routes_apart(root / name, dtype)
     rows = len(apart.layers) * apart.num_rows
@@ -149,7 +165,7 @@ def test_only_near_ties_are_routed_otherwise(
     assert differing < rows * MOST_FLIPS[dtype]
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", of(WITH_EXPERTS))
 def test_log_probabilities_agree_once_routes_do(root: Path, name: str, measured: Measured) -> None:
     native = differences(root / name, "bfloat16", "bfloat16")
     replayed = differences(root / name, "replayed", "bfloat16")
@@ -161,7 +177,7 @@ def test_log_probabilities_agree_once_routes_do(root: Path, name: str, measured:
     assert more.mean() <= 2 * more.std() / len(more) ** 0.5
 
 
-@pytest.mark.parametrize("name", SAMPLED["float32"])
+@pytest.mark.parametrize("name", of(SAMPLED["float32"]))
 def test_in_fp32_log_probabilities_agree(root: Path, name: str, measured: Measured) -> None:
     found = mismatch(differences(root / name, "float32", "float32"))
     measured[name]["mismatch float32"] = asdict(found)

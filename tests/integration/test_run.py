@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -201,24 +202,59 @@ def test_every_sync_is_bitwise_and_r2_runs(start: Any) -> None:
             assert r2.metrics[1]["mismatch/k3"] < 1e-6
 
 
-def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path) -> None:
-    """Bitwise: three steps with two ranks, then a fourth after a crash and a resume.
+STATEFUL = (
+    "rollout=deterministic",
+    "policy=ep2",
+    "trainer.mini_batches=2",
+    "checkpoint.every=3",
+    "optimizer.lr=1e-3",
+    "optimizer.warmup_steps=0",
+    "routing_replay.sample_every=1",
+    "algorithm.kl.coef=0.01",
+    "algorithm.kl.target=0.05",
+    "algorithm.kl.refresh_every=2",
+    "algorithm.kl.horizon=100",
+    "critic.warmup_steps=1",
+)
+"""In step 4 all that a run of PPO keeps has its part: values of a critic that learned thrice, a
+reference that is the policy of step 2, and a coefficient that moved."""
 
-    The numbers hold the log-probabilities and routes of the rollout, the weights the tokens,
-    rewards and routes of every step. In the fourth all that a run keeps has its part: values of a
-    critic that learned thrice, a reference that is the policy of step 2, and a coefficient that
-    moved.
-    """
-    options = [
-        "rollout=deterministic",
-        "policy=ep2",
-        "trainer.mini_batches=2",
-        "checkpoint.every=3",
-        reward_by_length(tmp_path),
-    ]
-    options += ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", "routing_replay.sample_every=1"]
-    options += [f"algorithm.kl.{kl}" for kl in ("coef=0.01", "target=0.05", "refresh_every=2")]
-    options += ["algorithm.kl.horizon=100", "critic.warmup_steps=1"]
+
+def check_same_end(straight: Any, resumed: Any, tmp_path: Path) -> None:
+    """Bitwise. The numbers hold the log-probabilities and routes of the rollout, the weights the
+    tokens, rewards and routes of every step."""
+    for step in (1, 2, 3, 4):
+        row = straight.metrics[step]
+        assert row["value/grad_norm"] > 0  # there is something to repeat
+        assert row["policy/grad_norm"] > 0 if step > 1 else "policy/grad_norm" not in row
+    assert straight.metrics[4]["policy/kl_coef"] != straight.metrics[1]["policy/kl_coef"]
+    assert sorted(resumed.metrics) == [0, 1, 2, 3, 4]
+    assert timeless(resumed.metrics[4]) == timeless(straight.metrics[4])
+    exports = [tmp_path / "straight-model", tmp_path / "resumed-model"]
+    for run, out in zip((straight, resumed), exports, strict=True):
+        assert rltrain(["export", str(run.folder), str(out)]) == 0
+    weights = [load_file(out / "model.safetensors") for out in exports]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    load_with_transformers(exports[0])
+
+
+def test_a_run_goes_on_bitwise_from_what_was_on_disk(start: Any, tmp_path: Path) -> None:
+    options = ["trainer.steps=4", *STATEFUL, reward_by_length(tmp_path)]
+    straight = start("straight", *options, recipe="ppo_moe_r3")
+    while 3 not in straight.metrics and straight.process.poll() is None:
+        time.sleep(0.05)
+    shutil.copytree(straight.folder, tmp_path / "copy")  # as a cut of the power leaves it
+    straight.wait()
+    resumed = start("copy", "trainer.resume=auto", *options, recipe="ppo_moe_r3").wait()
+    assert "resumed after step 3" in resumed.output
+    check_same_end(straight, resumed, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path) -> None:
+    """Three steps with two ranks, then a fourth after a crash and a resume."""
+    options = [*STATEFUL, reward_by_length(tmp_path)]
     straight = start("straight", "trainer.steps=4", *options, recipe="ppo_moe_r3")
     broken = start("broken", "trainer.steps=1000", *options, recipe="ppo_moe_r3")
     while 3 not in broken.metrics and broken.process.poll() is None:
@@ -233,21 +269,8 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     resumed = start("broken", *again, *options, recipe="ppo_moe_r3").wait()
     straight.wait()
     for step in (1, 2, 3):
-        row = straight.metrics[step]
-        assert row["value/grad_norm"] > 0  # there is something to repeat
-        assert row["policy/grad_norm"] > 0 if step > 1 else "policy/grad_norm" not in row
-        assert timeless(before[step]) == timeless(row)
-    assert straight.metrics[4]["policy/kl_coef"] != straight.metrics[1]["policy/kl_coef"]
-    assert sorted(resumed.metrics) == [0, 1, 2, 3, 4]
-    last = timeless(resumed.metrics[4])
-    assert last == timeless(straight.metrics[4])
-    exports = [tmp_path / "straight-model", tmp_path / "resumed-model"]
-    for run, out in zip((straight, resumed), exports, strict=True):
-        assert rltrain(["export", str(run.folder), str(out)]) == 0
-    weights = [load_file(out / "model.safetensors") for out in exports]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    load_with_transformers(exports[0])
+        assert timeless(before[step]) == timeless(straight.metrics[step])
+    check_same_end(straight, resumed, tmp_path)
 
 
 @pytest.mark.slow
