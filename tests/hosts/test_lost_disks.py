@@ -5,7 +5,7 @@ Supervised runs, since the disks see no difference. Not exercised: disks that ar
 
 import json
 import shutil
-import time
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,10 +35,14 @@ def files(three: Stage, folder: Path) -> list[list[str]]:
     return found
 
 
-def killed_after(run: Run, step: int) -> None:
+def killed_after(three: Stage, run: Run, step: int) -> None:
+    """Its command alone: the nodes find out by themselves."""
     run.wait_for_step(step)
-    run.kill()
-    time.sleep(20)  # its actors end, and Ray has their CPUs back
+    head = three.hosts[0]
+    for pid, line in head.processes().items():
+        if "rltrain.main" in line:
+            subprocess.run(head.command(["kill", "-9", str(pid)]), check=True, timeout=60)
+    run.process.wait(60)
 
 
 def model_of(run: Run) -> dict[str, torch.Tensor]:
@@ -49,7 +53,7 @@ def test_a_killed_run_goes_on_bitwise_on_local_disks_and_names_a_lost_one(
     real_hosts: None, three: Stage
 ) -> None:
     straight = started(three, Path("/tmp/straight"), steps=6).wait()
-    killed_after(started(three, RUN, steps=1000), 3)
+    killed_after(three, started(three, RUN, steps=1000), 3)
     on_a, on_b, on_c = files(three, RUN)
     assert on_a == [] and on_b and on_c and not set(on_b) & set(on_c)
     resumed = started(three, RUN, "trainer.resume=auto", steps=6).wait()
