@@ -70,7 +70,8 @@ def test_a_killed_run_goes_on_bitwise_on_local_disks_and_names_a_lost_one(
     # Ranks of another layout read what others wrote; then a disk is gone.
     moved = ("trainer.resume=auto", "policy.parallel.pp=1", "policy.parallel.dp=2")
     started(three, RUN, *moved, steps=8).wait()
-    lost = three.hosts[2]
+    having = [any("step_000008" in name for name in mine) for mine in files(three, RUN)]
+    lost = three.hosts[having.index(True)]
     shutil.rmtree(lost.path(RUN / "checkpoints/step_000008/policy"))
     refused = started(three, RUN, "trainer.resume=auto", steps=9).wait(expect=1)
     assert f"on node {lost.address} alone" in refused.output and "RL6011" in refused.output
