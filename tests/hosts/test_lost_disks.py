@@ -94,7 +94,7 @@ def test_what_a_node_lacks_is_said_before_anything_starts(
     real_hosts: None, three: Stage, choice: str, said: str
 ) -> None:
     copy_model(three)
-    run = started(three, Path("/tmp/refused"), choice, steps=2).wait(expect=1)
+    run = started(three, Path(f"/tmp/refused-{said}"), choice, steps=2).wait(expect=1)
     assert said in run.output and three.hosts[1].address in run.output
     assert "is loaded" not in run.output
 
