@@ -1,7 +1,7 @@
 """The processes of one run on one node: all that inherited the run's token from an actor."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 import psutil
@@ -18,18 +18,31 @@ TIMES = 3
 def processes_of(run: str) -> Iterator[psutil.Process]:
     """Those of this node, without this process."""
     raylet = os.environ.get(RAYLET)
+    return processes_with(lambda env: env.get(RUN) == run and env.get(RAYLET) == raylet)
+
+
+def processes_with(chosen: Callable[[Mapping[str, str]], bool]) -> Iterator[psutil.Process]:
+    """Those of this machine whose environment is ``chosen``, without this process."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's
-            environment = process.environ() if process.pid != os.getpid() else {}
-            if environment.get(RUN) == run and environment.get(RAYLET) == raylet:
+            if process.pid != os.getpid() and chosen(process.environ()):
                 yield process
 
 
 def end_processes(run: str) -> int:
-    """Kill them. Returns how many there were."""
+    """Kill `processes_of` the run. Returns how many there were."""
+    return _end(lambda: processes_of(run))
+
+
+def end_processes_with(chosen: Callable[[Mapping[str, str]], bool]) -> int:
+    """Kill `processes_with` this, also those that are stopped. Returns how many there were."""
+    return _end(lambda: processes_with(chosen))
+
+
+def _end(find: Callable[[], Iterator[psutil.Process]]) -> int:
     count = 0
     for _ in range(TIMES):
-        for process in list(processes_of(run)):
+        for process in list(find()):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
                 count += 1

@@ -20,6 +20,10 @@ class TrainerConfig(Section):
     """Steps between evaluations. The first and the last step always evaluate. 0: never evaluate."""
     resume: Literal["auto", "never"] = "never"
     """``auto`` resumes from the newest checkpoint in ``output_dir``."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often within ``restart_window_s`` the run starts all its parts again, from the newest
+    checkpoint, after a process of it died or froze. 0: it ends."""
+    restart_window_s: Annotated[float, Field(gt=0)] = 3600.0
     output_dir: NotEmpty = "outputs/%Y-%m-%d_%H-%M-%S"
     """Folder of everything that the run writes. strftime codes are filled in at start."""
     sync_every: Positive = 1

@@ -15,6 +15,7 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
+from rltrain.actors.run_processes import end_processes_with
 from rltrain.config import Config
 from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
@@ -140,10 +141,10 @@ def cluster(config: Config) -> Iterator[Cluster]:
         RuntimeError: it did not start or cannot be joined, with what to do.
         ValueError: its nodes have too little for the run.
     """
-    with running_ray(config.cluster.address):
-        run_dir = Path(config.trainer.output_dir)
+    run_dir = Path(config.trainer.output_dir)
+    logs = run_dir / "logs"
+    with _nothing_left(logs), running_ray(config.cluster.address):
         _link_logs(run_dir)
-        logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
         os.environ[FOLDER] = str(logs)
         try:
@@ -152,6 +153,17 @@ def cluster(config: Config) -> Iterator[Cluster]:
                 yield placed
         finally:
             os.environ.pop(FOLDER, None)
+
+
+@contextmanager
+def _nothing_left(logs: Path) -> Iterator[None]:
+    """Afterwards no process that logs there is left on this machine. One that was stopped, or whose
+    actor was killed, does not see that Ray has ended."""
+    try:
+        yield
+    finally:
+        if left := end_processes_with(lambda env: env.get(LOG, "").startswith(f"{logs}/")):
+            logger.info("%d processes of the run were still there, and were killed", left)
 
 
 def placed_cluster(config: Config) -> Cluster:
