@@ -14,6 +14,7 @@ from ray.experimental.internal_kv import (
 )
 
 from rltrain.actors.actor_log import redirect_output
+from rltrain.actors.run_nodes import lost_node
 
 SECRETS = "RLTRAIN_SECRETS"
 """Environment variable of an actor's process: under which key of Ray's store its secrets are."""
@@ -47,4 +48,5 @@ def secrets_kept(secrets: Mapping[str, str]) -> Iterator[dict[str, str]]:
     try:
         yield {SECRETS: key}
     finally:
-        _internal_kv_del(key.encode(), namespace=NAMESPACE)
+        if lost_node() is None:  # else nobody would answer, and they are lost with it
+            _internal_kv_del(key.encode(), namespace=NAMESPACE)

@@ -1,8 +1,10 @@
 """The processes of one run on one node: all that inherited the run's token from an actor."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -11,6 +13,7 @@ RUN = "RLTRAIN_RUN"
 the run joined a cluster; the processes of others are children of the controller."""
 RAYLET = "RAY_RAYLET_PID"
 """Set by Ray. Several nodes may be on one machine, in a test."""
+STOPPED_S = 20.0
 TIMES = 3
 """What a process started before it was killed is found the next time."""
 
@@ -37,6 +40,33 @@ def end_processes(run: str) -> int:
 def end_processes_with(chosen: Callable[[Mapping[str, str]], bool]) -> int:
     """Kill `processes_with` this, also those that are stopped. Returns how many there were."""
     return _end(lambda: processes_with(chosen))
+
+
+@dataclass
+class Stopped:
+    """Kills processes that have been stopped (SIGSTOP) for `STOPPED_S`.
+
+    Whoever waits for one takes it for slow, while a dead one is noticed and replaced."""
+
+    _since: dict[psutil.Process, float] = field(default_factory=dict)
+
+    def look(self, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+        """Look at them, often. Returns those that were killed now."""
+        now = time.monotonic()
+        stopped = {one for one in processes if _is_stopped(one)}
+        self._since = {one: self._since.get(one, now) for one in stopped}
+        killed = [one for one, since in self._since.items() if now - since >= STOPPED_S]
+        for one in killed:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        return killed
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _end(find: Callable[[], Iterator[psutil.Process]]) -> int:

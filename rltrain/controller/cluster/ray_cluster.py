@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
-from rltrain.actors.run_processes import end_processes_with
+from rltrain.actors.local_processes import end_actors, watched_processes
 from rltrain.config import Config
 from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
@@ -143,7 +143,13 @@ def cluster(config: Config) -> Iterator[Cluster]:
     """
     run_dir = Path(config.trainer.output_dir)
     logs = run_dir / "logs"
-    with _nothing_left(logs), running_ray(config.cluster.address):
+    with ExitStack() as stack:
+        own = config.cluster.address is None
+        if own:
+            stack.callback(end_actors, logs)
+        stack.enter_context(running_ray(config.cluster.address))
+        if own:
+            stack.enter_context(watched_processes(logs))
         _link_logs(run_dir)
         logs.mkdir(exist_ok=True)
         os.environ[FOLDER] = str(logs)
@@ -153,17 +159,6 @@ def cluster(config: Config) -> Iterator[Cluster]:
                 yield placed
         finally:
             os.environ.pop(FOLDER, None)
-
-
-@contextmanager
-def _nothing_left(logs: Path) -> Iterator[None]:
-    """Afterwards no process that logs there is left on this machine. One that was stopped, or whose
-    actor was killed, does not see that Ray has ended."""
-    try:
-        yield
-    finally:
-        if left := end_processes_with(lambda env: env.get(LOG, "").startswith(f"{logs}/")):
-            logger.info("%d processes of the run were still there, and were killed", left)
 
 
 def placed_cluster(config: Config) -> Cluster:
