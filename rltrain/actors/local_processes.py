@@ -1,4 +1,4 @@
-"""The processes of a run that started its own Ray: Ray's, and all that its actors started.
+"""The processes of a run that started its own Ray: Ray's, and all that they started.
 
 Ray waits a minute for its own processes, and then ends this one without a word. So they are watched
 here, by every wait of the run (`rltrain.actors.run_nodes`).
@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 import ray
 
-from rltrain.actors.actor_log import LOG
 from rltrain.actors.run_nodes import nodes_known
-from rltrain.actors.run_processes import Stopped, end_processes_with, processes_with
+from rltrain.actors.run_processes import RAYLET, Stopped, processes_with
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +29,9 @@ class LocalProcesses:
 
     Args:
         core: Ray's own processes by name
-        logs: the folder of the actors' logs
     """
 
     core: Mapping[str, psutil.Process]
-    logs: Path
     several: bool = False
     _stopped: Stopped = field(default_factory=Stopped)
     _looked: float = 0.0
@@ -46,13 +42,17 @@ class LocalProcesses:
         now = time.monotonic()
         if self._lost is None and now - self._looked >= LOOK_S:
             self._looked = now
-            for one in self._stopped.look([*self.core.values(), *_of_actors(self.logs)]):
+            for one in self._stopped.look([*self.core.values(), *self.of_actors()]):
                 logger.warning("process %d was stopped for too long, and was killed", one.pid)
             dead = [name for name, process in self.core.items() if not _is_alive(process)]
             if dead:
                 pid = self.core[dead[0]].pid
                 self._lost = f"Ray's {dead[0]} (process {pid}) on this machine has died [RL4014]"
         return self._lost
+
+    def of_actors(self) -> Iterator[psutil.Process]:
+        raylet = str(self.core["raylet"].pid)
+        return processes_with(lambda environment: environment.get(RAYLET) == raylet)
 
     def kill_stopped(self) -> None:
         """Before Ray is shut down, which would wait for its own."""
@@ -72,32 +72,21 @@ class LocalProcesses:
         pass
 
 
-@contextmanager
-def watched_processes(logs: Path) -> Iterator[None]:
-    """Within, every wait for an actor ends when Ray itself has."""
+def core_processes() -> dict[str, psutil.Process]:
+    """Those of the Ray that this process started, by name."""
     started = ray._private.worker._global_node.all_processes  # type: ignore[attr-defined]
-    core = {name: psutil.Process(started[name][0].process.pid) for name in CORE}
-    processes = LocalProcesses(core, logs)
+    return {name: psutil.Process(started[name][0].process.pid) for name in CORE}
+
+
+@contextmanager
+def watched_ray(core: Mapping[str, psutil.Process]) -> Iterator[None]:
+    """Within, every wait for an actor ends when the Ray that this process started has."""
+    processes = LocalProcesses(core)
     with nodes_known(processes):
         try:
             yield
         finally:
             processes.kill_stopped()
-
-
-def end_actors(logs: Path) -> None:
-    """Kill what is left of the actors once Ray has ended. One that is stopped, and the child of one
-    that was killed, do not see that."""
-    if left := end_processes_with(lambda environment: _is_logged(environment, logs)):
-        logger.info("%d processes of the run were still there, and were killed", left)
-
-
-def _of_actors(logs: Path) -> Iterator[psutil.Process]:
-    return processes_with(lambda environment: _is_logged(environment, logs))
-
-
-def _is_logged(environment: Mapping[str, str], logs: Path) -> bool:
-    return environment.get(LOG, "").startswith(f"{logs}/")
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -41,6 +41,13 @@ def core(name: str) -> int:
     return int(started[name][0].process.pid)
 
 
+def is_there(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize(
     ("who", "number", "said"),
     [
@@ -66,6 +73,35 @@ def test_a_lost_process_ends_the_wait_and_all_others(
         get_all([actor.wait.remote()], AwaitedCall("policy", "wait"), 300)
     assert time.monotonic() - began < NOTICED_S
     assert lost.value.kind == "died" and said in str(lost.value), str(lost.value)
-    gone = [pid for pid in (*pids, raylet) if psutil.pid_exists(pid)]
-    assert [p for p in gone if psutil.Process(p).status() != psutil.STATUS_ZOMBIE] == []
+    assert [pid for pid in (*pids, raylet) if is_there(pid)] == []
     assert not ray.is_initialized()
+
+
+DRIVER = """
+import os, psutil, signal, ray
+from rltrain.controller.cluster.ray_cluster import running_ray
+from tests.integration.test_local_processes import Parent, core
+with running_ray(None):
+    actor = Parent.remote()
+    pids = ray.get(actor.start.remote())
+    agents = [child.pid for child in psutil.Process(core("raylet")).children()]
+    os.kill(pids[0], signal.SIGSTOP)
+    print(*pids, *agents, core("raylet"), core("gcs_server"), flush=True)
+    signal.pause()
+"""
+
+
+def test_nothing_outlives_a_driver_that_was_killed() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", DRIVER]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert driver.stdout is not None
+    lines = iter(driver.stdout.readline, "")
+    pids = next([int(word) for word in line.split()] for line in lines if line[:1].isdigit())
+    assert len(pids) >= 5  # an agent at least
+    driver.kill()
+    driver.wait()
+    end = time.monotonic() + NOTICED_S
+    while left := [pid for pid in pids if is_there(pid)]:
+        assert time.monotonic() < end, [psutil.Process(pid).cmdline() for pid in left]
+        time.sleep(0.2)

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,8 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
-from rltrain.actors.local_processes import end_actors, watched_processes
+from rltrain.actors.guardian import Guardian
+from rltrain.actors.local_processes import core_processes, watched_ray
 from rltrain.config import Config
 from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
@@ -141,16 +142,10 @@ def cluster(config: Config) -> Iterator[Cluster]:
         RuntimeError: it did not start or cannot be joined, with what to do.
         ValueError: its nodes have too little for the run.
     """
-    run_dir = Path(config.trainer.output_dir)
-    logs = run_dir / "logs"
-    with ExitStack() as stack:
-        own = config.cluster.address is None
-        if own:
-            stack.callback(end_actors, logs)
-        stack.enter_context(running_ray(config.cluster.address))
-        if own:
-            stack.enter_context(watched_processes(logs))
+    with running_ray(config.cluster.address):
+        run_dir = Path(config.trainer.output_dir)
         _link_logs(run_dir)
+        logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
         os.environ[FOLDER] = str(logs)
         try:
@@ -216,6 +211,24 @@ def running_ray(address: str | None) -> Iterator[None]:
         raise start_failure(error, address, HostState.now()) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
+    with _guarded_ray() if address is None else _closing_ray():
+        yield
+
+
+@contextmanager
+def _guarded_ray() -> Iterator[None]:
+    """The Ray that this process started: watched, and ended with all that it started."""
+    core = core_processes()
+    guardian = Guardian(core["raylet"].pid)
+    try:
+        with _closing_ray(), watched_ray(core):
+            yield
+    finally:
+        guardian.end()
+
+
+@contextmanager
+def _closing_ray() -> Iterator[None]:
     try:
         yield
     finally:
