@@ -14,7 +14,7 @@ import psutil
 import ray
 
 from rltrain.actors.run_nodes import nodes_known
-from rltrain.actors.run_processes import RAYLET, Stopped, processes_with
+from rltrain.actors.run_processes import RAYLET, Stopped, dump_stacks, processes_with
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,10 @@ class LocalProcesses:
     def of_actors(self) -> Iterator[psutil.Process]:
         raylet = str(self.core["raylet"].pid)
         return processes_with(lambda environment: environment.get(RAYLET) == raylet)
+
+    def dump_stacks(self) -> None:
+        """See `RunNodes`."""
+        dump_stacks(self.of_actors())
 
     def kill_stopped(self) -> None:
         """Before Ray is shut down, which would wait for its own."""

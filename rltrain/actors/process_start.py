@@ -1,5 +1,6 @@
 """What every actor of a run does first in its process."""
 
+import faulthandler
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from ray.experimental.internal_kv import (
 
 from rltrain.actors.actor_log import redirect_output
 from rltrain.actors.run_nodes import lost_node
+from rltrain.actors.run_processes import DUMP
 
 SECRETS = "RLTRAIN_SECRETS"
 """Environment variable of an actor's process: under which key of Ray's store its secrets are."""
@@ -28,6 +30,7 @@ def begin_process() -> None:
         stored = _internal_kv_get(key.encode(), namespace=NAMESPACE)
         os.environ.update(json.loads(stored) if stored else {})
     redirect_output()
+    faulthandler.register(DUMP, file=2, all_threads=True)
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The processes of one run on one node: all that inherited the run's token from an actor."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -13,6 +15,8 @@ RUN = "RLTRAIN_RUN"
 the run joined a cluster; the processes of others are children of the controller."""
 RAYLET = "RAY_RAYLET_PID"
 """Set by Ray. Several nodes may be on one machine, in a test."""
+DUMP = signal.SIGUSR1
+"""Has an actor write its stacks."""
 STOPPED_S = 20.0
 TIMES = 3
 """What a process started before it was killed is found the next time."""
@@ -60,6 +64,21 @@ class Stopped:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
         return killed
+
+
+def dump_stacks(processes: Iterable[psutil.Process]) -> None:
+    """Have those of them that are prepared for it write where their threads are."""
+    for process in processes:
+        with suppress(OSError, psutil.Error):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split(maxsplit=1)[0], 16)
+            if caught >> (DUMP - 1) & 1:  # it would end any other process
+                process.send_signal(DUMP)
+
+
+def dump_stacks_of(run: str) -> None:
+    """See `dump_stacks`; of the run's processes on this node."""
+    dump_stacks(processes_of(run))
 
 
 def _is_stopped(process: psutil.Process) -> bool:

@@ -15,6 +15,7 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
+from rltrain.actors.call_limits import learn_anew
 from rltrain.actors.guardian import Guardian
 from rltrain.actors.local_processes import core_processes, watched_ray
 from rltrain.config import Config
@@ -142,6 +143,7 @@ def cluster(config: Config) -> Iterator[Cluster]:
         RuntimeError: it did not start or cannot be joined, with what to do.
         ValueError: its nodes have too little for the run.
     """
+    learn_anew(config.cluster.phase_timeout_factor, config.cluster.phase_timeout_floor_s)
     with running_ray(config.cluster.address):
         run_dir = Path(config.trainer.output_dir)
         _link_logs(run_dir)
