@@ -109,20 +109,24 @@ def run(config: Config, data: "RunData", arguments: Sequence[str]) -> int:
 
 
 def train_until_end(config: Config, data: "RunData") -> None:
-    """Train; if a second signal ends the closing at once, the outcome is written all the same."""
+    """Train, and go on after a part was lost; if a second signal ends the closing at once, the
+    outcome is written all the same."""
     if config.algorithm.type == "sft":
         from rltrain.controller.sft import run as train
     else:
         from rltrain.controller.rl import run as train
     from rltrain.controller.run_progress import run_progress
+    from rltrain.controller.supervision import supervise
     from rltrain.tracking.tracker import write_outcome
 
+    def attempt(config: Config) -> None:
+        has_held_out = bool(data.problems.held_out)
+        with closing(run_progress(config, has_held_out=has_held_out)) as progress:
+            train(config, data, progress)
+
     twice = KeyboardInterrupt("interrupted again while it was being closed")
-    with (
-        last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice)),
-        closing(run_progress(config, has_held_out=bool(data.problems.held_out))) as progress,
-    ):
-        train(config, data, progress)
+    with last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice)):
+        supervise(config, attempt)
 
 
 def keep_outcome(folder: Path, error: BaseException, began: float) -> None:

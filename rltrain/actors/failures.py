@@ -19,9 +19,10 @@ from ray.exceptions import (
 )
 
 from rltrain.actors.actor_log import FOLDER, LOG, find_log, log_of_process, node_of_log, own_log
+from rltrain.actors.call_limits import LIMITS
 from rltrain.actors.host_memory import describe_kill, describe_memory, oom_kills
 from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
-from rltrain.actors.run_nodes import fetch_logs, lost_node, memory_of, several_nodes
+from rltrain.actors.run_nodes import dump_stacks, fetch_logs, lost_node, memory_of, several_nodes
 from rltrain.config.error_codes import with_code
 from rltrain.config.redact import strip_terminal_codes
 
@@ -38,6 +39,9 @@ LOG_NAMES = {"rollout": "engine"}
 NODE_DIED = "node has died"
 """What Ray says of an actor on a node that was lost."""
 _KILLS_BEFORE = oom_kills()
+
+
+FACTOR = "cluster.phase_timeout_factor"
 
 
 class ActorFailed(RuntimeError):
@@ -77,6 +81,17 @@ class AwaitedCall(NamedTuple):
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
 
+    @property
+    def kind(self) -> str:
+        """Of which earlier calls it is known how long they took."""
+        return f"{self.role}.{self.method.partition(',')[0]}"
+
+    def limited(self, most_s: float) -> "tuple[AwaitedCall, float]":
+        """The call with what limits it, and its limit in seconds: ``most_s``, or what was learned
+        of earlier calls."""
+        limit_s = LIMITS.limit(self.kind, most_s)
+        return (self if limit_s == most_s else self._replace(key=FACTOR)), limit_s
+
 
 def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[Any]:
     """The answers of actors, in the order of ``refs``.
@@ -88,9 +103,9 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
         ActorFailed: an actor raised, died, or did not answer within ``timeout_s``.
     """
     began, answers = time.time(), dict[Any, Any]()
-    waiting = list(refs)
+    waiting, (call, limit_s) = list(refs), call.limited(timeout_s)
     while waiting:
-        left = began + timeout_s - time.time()
+        left = began + limit_s - time.time()
         done, waiting = ray.wait(waiting, timeout=max(0.0, min(POLL_S, left)))
         for ref in done:
             try:
@@ -100,7 +115,8 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
         if not done:
             check_others(call, began)
             if left <= 0:
-                raise timeout_failure(call, len(waiting), len(refs), timeout_s)
+                raise timeout_failure(call, len(waiting), len(refs), limit_s)
+    LIMITS.took(call.kind, time.time() - began)
     return [answers[ref] for ref in refs]
 
 
@@ -199,6 +215,8 @@ def timeout_failure(call: AwaitedCall, missing: int, asked: int, timeout_s: floa
     Args:
         missing: how many of the ``asked`` actors did not answer
     """
+    last = _last_lines(call.role)
+    dump_stacks()
     fetch_logs()
     if lost := lost_node():
         return ActorFailed("died", str(call), lost)
@@ -206,7 +224,8 @@ def timeout_failure(call: AwaitedCall, missing: int, asked: int, timeout_s: floa
         "silent",
         str(call),
         f"expected an answer of all {asked} within {timeout_s:g} s, and {missing} did not answer. "
-        f"One hangs or is slow: raise {call.key}, or see {_logs()}{_last_lines(call.role)}",
+        f"One hangs or is slow: raise {call.key}, or see {_logs()}, where each log ends with what "
+        f"its actor was doing{last}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one closes everything in order, the second ends it at once."""
+"""Ctrl-C and SIGTERM: the first closes everything in order, the second ends it at once."""
 
 import os
 import signal
@@ -10,9 +10,15 @@ from typing import Any
 
 import psutil
 
+LATE = "not closed within trainer.grace_s"
+
 _last_acts: list[Callable[[], None]] = []
 _received: list[signal.Signals] = []
 """Kept here, because Ray raises a KeyboardInterrupt of its own in place of the handler's."""
+_grace_s: list[float] = []
+"""How long the closing may take; the last one counts."""
+_held: list[bool] = []
+"""For every `signals_held` that is open, whether a signal came within."""
 
 
 def exit_status() -> int:
@@ -39,6 +45,14 @@ def closing_on_signals() -> Iterator[None]:
         _received.append(signal.Signals(number))
         if len(_received) > 1:
             end_at_once(128 + number)
+        if _grace_s:
+            timer = threading.Timer(_grace_s[-1], end_at_once, [128 + number, LATE])
+            timer.daemon = True
+            timer.start()
+        if _held:
+            _held[-1] = True
+            _say("interrupted: the step is finished first; Ctrl-C again ends it at once")
+            return
         if psutil.Process().children():
             _say("interrupted: closing what was started; Ctrl-C again ends it at once")
         raise KeyboardInterrupt(signal_name())
@@ -52,6 +66,32 @@ def closing_on_signals() -> Iterator[None]:
 
 
 @contextmanager
+def grace(seconds: float) -> Iterator[None]:
+    """Within, everything ends so long after the first signal, if it has not until then."""
+    _grace_s.append(seconds)
+    try:
+        yield
+    finally:
+        _grace_s.pop()
+
+
+@contextmanager
+def signals_held() -> Iterator[Callable[[], bool]]:
+    """Within, the first signal waits for the end of the block, and raises KeyboardInterrupt there.
+
+    Yields:
+        whether one waits: what is not needed can be left out
+    """
+    _held.append(False)
+    try:
+        yield lambda: _held[-1]
+    finally:
+        came = _held.pop()
+    if came:
+        raise KeyboardInterrupt(signal_name())
+
+
+@contextmanager
 def last_act(act: Callable[[], None]) -> Iterator[None]:
     """Within, `end_at_once` calls ``act`` first. It must be quick."""
     _last_acts.append(act)
@@ -61,14 +101,14 @@ def last_act(act: Callable[[], None]) -> Iterator[None]:
         _last_acts.remove(act)
 
 
-def end_at_once(status: int) -> None:
+def end_at_once(status: int, why: str = "interrupted again") -> None:
     """Kill every process below this one, then end this one, without closing anything."""
     for act in _last_acts:
         try:
             act()
         except Exception as error:
             _say(f"{type(error).__name__}: {error}")
-    _say("interrupted again: every process of this command was ended")
+    _say(f"{why}: every process of this command was ended")
     this = psutil.Process()
     for _ in range(3):  # what they started in the meantime, too
         for child in this.children(recursive=True):

@@ -23,7 +23,7 @@ from rltrain.actors.actor_log import local_folder, sees_run_folder
 from rltrain.actors.host_memory import describe_memory, oom_kills
 from rltrain.actors.log_pieces import LogPiece, read_pieces
 from rltrain.actors.process_start import begin_process
-from rltrain.actors.run_processes import end_processes
+from rltrain.actors.run_processes import Stopped, end_processes, processes_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class NodeAgent:
         # Where the node sees the run's folder, there is nothing to send.
         shared = sees_run_folder(self.watched.logs, self.watched.run)
         self._folder = None if shared else local_folder(self.watched.run)
-        threading.Thread(target=self._end_when_cut_off, daemon=True).start()
+        threading.Thread(target=self._watch_processes, daemon=True).start()
 
     def start(self) -> None:
         """Answers when the agent is there."""
@@ -105,9 +105,12 @@ class NodeAgent:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _end_when_cut_off(self) -> None:
+    def _watch_processes(self) -> None:
+        stopped = Stopped()
         while (silent := time.monotonic() - self._heard) < self.watched.silence_s:
             time.sleep(CHECK_S)
+            for one in stopped.look(processes_of(self.watched.run)):
+                sys.stderr.write(f"process {one.pid} was stopped for too long, and was killed\n")
         sys.stderr.write(
             f"{self.node} has heard nothing from the controller for {silent:.0f} s: the processes "
             f"of this run are ended here. Their logs: {self._folder or self.watched.logs}\n"

@@ -1,5 +1,6 @@
 """What every actor of a run does first in its process."""
 
+import faulthandler
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from ray.experimental.internal_kv import (
 )
 
 from rltrain.actors.actor_log import redirect_output
+from rltrain.actors.run_nodes import lost_node
+from rltrain.actors.run_processes import DUMP
 
 SECRETS = "RLTRAIN_SECRETS"
 """Environment variable of an actor's process: under which key of Ray's store its secrets are."""
@@ -27,6 +30,7 @@ def begin_process() -> None:
         stored = _internal_kv_get(key.encode(), namespace=NAMESPACE)
         os.environ.update(json.loads(stored) if stored else {})
     redirect_output()
+    faulthandler.register(DUMP, file=2, all_threads=True)
 
 
 @contextmanager
@@ -47,4 +51,5 @@ def secrets_kept(secrets: Mapping[str, str]) -> Iterator[dict[str, str]]:
     try:
         yield {SECRETS: key}
     finally:
-        _internal_kv_del(key.encode(), namespace=NAMESPACE)
+        if lost_node() is None:  # else nobody would answer, and they are lost with it
+            _internal_kv_del(key.encode(), namespace=NAMESPACE)

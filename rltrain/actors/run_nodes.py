@@ -4,10 +4,12 @@
 has nodes, so that every wait for an actor can ask it.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+DUMP_S = 1.0
 CAUSE_S = 5.0
 """How long a failure waits for the last lines of the logs on other nodes."""
 
@@ -26,6 +28,9 @@ class RunNodes(Protocol):
     def memory_of(self, node: str) -> tuple[int, str] | None:
         """How many processes the kernel has killed there for lack of memory, and its memory in
         words; None where that is not known."""
+
+    def dump_stacks(self) -> None:
+        """Have every actor write to its log where its threads are."""
 
     def settle(self, nodes: list[str]) -> None:
         """Wait until each of the nodes has answered or is lost."""
@@ -57,6 +62,13 @@ def memory_of(node: str | None) -> tuple[int, str] | None:
     """See `RunNodes.memory_of`; None also in a run on one machine."""
     known = (nodes.memory_of(node) for nodes in _current if node is not None)
     return next((memory for memory in known if memory is not None), None)
+
+
+def dump_stacks() -> None:
+    """See `RunNodes.dump_stacks`; a second later they are there."""
+    for nodes in _current:
+        nodes.dump_stacks()
+    time.sleep(DUMP_S if _current else 0.0)
 
 
 def fetch_logs() -> None:

@@ -20,6 +20,13 @@ class TrainerConfig(Section):
     """Steps between evaluations. The first and the last step always evaluate. 0: never evaluate."""
     resume: Literal["auto", "never"] = "never"
     """``auto`` resumes from the newest checkpoint in ``output_dir``."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often within ``restart_window_s`` the run starts all its parts again, from the newest
+    checkpoint, after a process of it died or froze. 0: it ends."""
+    restart_window_s: Annotated[float, Field(gt=0)] = 3600.0
+    grace_s: Annotated[float, Field(gt=0)] = 30.0
+    """After the first SIGINT or SIGTERM, the run finishes the update that it is in, saves and ends.
+    What has not ended after so many seconds is killed."""
     output_dir: NotEmpty = "outputs/%Y-%m-%d_%H-%M-%S"
     """Folder of everything that the run writes. strftime codes are filled in at start."""
     sync_every: Positive = 1
@@ -105,6 +112,12 @@ class ClusterConfig(Section):
     those of ``net.ipv4.ip_local_port_range`` of the node."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     call_timeout_s: Annotated[float, Field(gt=0)] = 7200.0
+    phase_timeout_factor: Annotated[float, Field(ge=2)] | None = 20.0
+    """A call of workers or engines that takes so many times as long as the median of its earlier
+    ones, in the same phase of a step, is taken to hang. From its fourth call on; until then, and
+    with null, ``call_timeout_s`` is the limit."""
+    phase_timeout_floor_s: Annotated[float, Field(gt=0)] = 300.0
+    """No limit by ``phase_timeout_factor`` is shorter."""
     node_timeout_s: Annotated[float, Field(ge=5)] = 30.0
     """How long a node of the cluster may be silent. Then the run ends with an error that names it,
     and the node ends what is left of the run there."""

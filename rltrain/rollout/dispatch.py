@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from rltrain.actors.failures import AwaitedCall, check_nodes, get_all, timeout_failure
+from rltrain.actors.call_limits import LIMITS
+from rltrain.actors.failures import FACTOR, AwaitedCall, check_nodes, get_all, timeout_failure
 from rltrain.actors.run_nodes import lost_node
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 
@@ -38,6 +39,10 @@ class _Running:
     name: str  # the engine aborts it by this name
 
 
+ALL = "rollout.run"
+"""What `CallLimits` calls the generation of a whole step."""
+
+
 class Dispatcher:
     """Keeps a set of started engines busy.
 
@@ -60,6 +65,7 @@ class Dispatcher:
             ActorFailed: naming the engine that raised, died or is silent.
         """
         waiting, running = deque(calls), dict[Any, _Running]()
+        began, limit_s = time.monotonic(), LIMITS.limit(ALL, self._timeout_s)
         max_requests = self._max_requests(calls, step)
         load = Counter(dict.fromkeys(range(len(self.engines)), 0))
         last_answer = dict.fromkeys(load, time.monotonic())
@@ -81,9 +87,12 @@ class Dispatcher:
                 if not ready:
                     for engine in {one.engine for one in running.values()}:
                         check_nodes(_wait(engine, step))
-                        if time.monotonic() - last_answer[engine] > self._timeout_s:
-                            raise timeout_failure(_wait(engine, step), 1, 1, self._timeout_s)
+                        if time.monotonic() - last_answer[engine] > limit_s:
+                            call = _wait(engine, step, learned=limit_s < self._timeout_s)
+                            raise timeout_failure(call, 1, 1, limit_s)
                     yield None
+            # No engine is silent for longer than all of it takes.
+            LIMITS.took(ALL, time.monotonic() - began)
         finally:
             self._abort(running)
 
@@ -110,8 +119,9 @@ class Dispatcher:
             ray.wait(refs, num_returns=len(refs), timeout=limit)
 
 
-def _wait(engine: int, step: int) -> AwaitedCall:
-    return AwaitedCall("rollout", f"generate, engine {engine}, step {step}")
+def _wait(engine: int, step: int, *, learned: bool = False) -> AwaitedCall:
+    call = AwaitedCall("rollout", f"generate, engine {engine}, step {step}")
+    return call._replace(key=FACTOR) if learned else call
 
 
 def _place(call: RequestBatch, load: Counter[int], max_requests: float) -> int | None:

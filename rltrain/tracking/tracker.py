@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rltrain.actors.call_limits import LIMITS
 from rltrain.actors.interrupts import signal_name
 from rltrain.config.redact import redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
@@ -122,7 +123,8 @@ class Tracker:
             copy.alert(alert.step, alert.kind, f"Since step {alert.since}: {alert.text}")
 
     def phase(self, name: str | None) -> None:
-        """What the run does from now on, for whoever watches."""
+        """What the run does from now on, for whoever watches and waits."""
+        LIMITS.phase = name
         self._progress.phase(name)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -239,6 +239,27 @@ def check_same_end(straight: Any, resumed: Any, tmp_path: Path) -> None:
     load_with_transformers(exports[0])
 
 
+def test_a_run_goes_on_by_itself_after_a_rank_was_killed(start: Any, tmp_path: Path) -> None:
+    """Bitwise, in the same folder, from the checkpoint of step 3."""
+    options = [*STATEFUL, reward_by_length(tmp_path)]
+    straight = start("straight", "trainer.steps=4", *options, recipe="ppo_moe_r3")
+    broken = start("broken", "trainer.steps=4", *options, recipe="ppo_moe_r3")
+    while 3 not in broken.metrics and broken.process.poll() is None:
+        time.sleep(0.05)
+    (rank, *_) = broken.actors("ModelActor")
+    rank.kill()
+    straight.wait()
+    broken.wait()
+    assert re.search(r"(policy|critic) worker \d \(process \d+\) died", broken.output)
+    assert "All parts start again from the checkpoint of step 3 (restart 1;" in broken.output
+    assert "Traceback" not in broken.output
+    versions = json.loads((broken.folder / "versions.json").read_text())
+    assert versions["resumed_after_steps"] == "3"
+    assert json.loads((broken.folder / "outcome.json").read_text())["state"] == "finished"
+    check_same_end(straight, broken, tmp_path)
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_bitwise_from_what_was_on_disk(start: Any, tmp_path: Path) -> None:
     options = ["trainer.steps=4", *STATEFUL, reward_by_length(tmp_path)]
     straight = start("straight", *options, recipe="ppo_moe_r3")
@@ -256,7 +277,8 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     """Three steps with two ranks, then a fourth after a crash and a resume."""
     options = [*STATEFUL, reward_by_length(tmp_path)]
     straight = start("straight", "trainer.steps=4", *options, recipe="ppo_moe_r3")
-    broken = start("broken", "trainer.steps=1000", *options, recipe="ppo_moe_r3")
+    ended = "trainer.max_restarts=0"
+    broken = start("broken", "trainer.steps=1000", ended, *options, recipe="ppo_moe_r3")
     while 3 not in broken.metrics and broken.process.poll() is None:
         time.sleep(0.2)
     broken.actors("ModelActor")[0].kill()

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayError
 from rltrain.actors.failures import NODE_DIED
 from rltrain.actors.log_pieces import append_piece
 from rltrain.actors.node_agent import Beat
+from rltrain.actors.run_processes import dump_stacks_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +49,15 @@ class Heartbeat:
         agents: of the nodes, by address; all have been heard
         logs: the folder for the logs of nodes that do not see it
         silence_s: how long a node may be silent
+        run: the token of the run
     """
 
     def __init__(
-        self,
-        agents: Mapping[str, Any],
-        logs: Path,
-        silence_s: float,
+        self, agents: Mapping[str, Any], logs: Path, silence_s: float, run: str = ""
     ) -> None:
         now = time.monotonic()
         self._nodes = {address: _Node(agent, now) for address, agent in agents.items()}
-        self._logs, self._silence_s = logs, silence_s
+        self._logs, self._silence_s, self._run_token = logs, silence_s, run
         self.takers: dict[str, Callable[[str, Any], None]] = {}
         """What becomes of a node's answers, by source (`NodeAgent.add_source`)."""
         self._changed = threading.Condition()
@@ -92,6 +91,12 @@ class Heartbeat:
 
             self._changed.wait_for(lambda: not missing() or self._stopping, limit_s)
             return missing()
+
+    def dump_stacks(self) -> None:
+        """See `RunNodes`."""
+        for node in self._nodes.values():
+            if not node.lost:
+                node.agent.call.remote(dump_stacks_of, self._run_token)
 
     def settle(self, nodes: list[str]) -> None:
         """See `RunNodes`."""

@@ -162,7 +162,7 @@ def running_agents(
         refs = {node: agent.start.remote() for node, agent in agents.items()}
         _answers(refs, "the start of its agent", start_timeout_s)
         logger.info("%d node agents run, after %.1f s", len(agents), time.monotonic() - began)
-        heartbeat = Heartbeat(agents, logs, node_timeout_s)
+        heartbeat = Heartbeat(agents, logs, node_timeout_s, run)
         nodes = Nodes(agents, heartbeat)
         with nodes_known(heartbeat):
             try:

@@ -15,6 +15,9 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
+from rltrain.actors.call_limits import learn_anew
+from rltrain.actors.guardian import Guardian
+from rltrain.actors.local_processes import core_processes, watched_ray
 from rltrain.config import Config
 from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
@@ -140,6 +143,7 @@ def cluster(config: Config) -> Iterator[Cluster]:
         RuntimeError: it did not start or cannot be joined, with what to do.
         ValueError: its nodes have too little for the run.
     """
+    learn_anew(config.cluster.phase_timeout_factor, config.cluster.phase_timeout_floor_s)
     with running_ray(config.cluster.address):
         run_dir = Path(config.trainer.output_dir)
         _link_logs(run_dir)
@@ -209,6 +213,24 @@ def running_ray(address: str | None) -> Iterator[None]:
         raise start_failure(error, address, HostState.now()) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
+    with _guarded_ray() if address is None else _closing_ray():
+        yield
+
+
+@contextmanager
+def _guarded_ray() -> Iterator[None]:
+    """The Ray that this process started: watched, and ended with all that it started."""
+    core = core_processes()
+    guardian = Guardian(core["raylet"].pid)
+    try:
+        with _closing_ray(), watched_ray(core):
+            yield
+    finally:
+        guardian.end()
+
+
+@contextmanager
+def _closing_ray() -> Iterator[None]:
     try:
         yield
     finally:

@@ -1,0 +1,94 @@
+"""A run goes on by itself after a part of it has died, frozen or lost its weights.
+
+All parts are started again, in this process, from the newest checkpoint: the same folder, the same
+runs of the trackers, and the steps after that checkpoint once more.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ray.exceptions import RayError
+
+from rltrain.actors.failures import ActorFailed
+from rltrain.config import Config
+from rltrain.controller.run_checkpoint import checkpoints, step_of
+
+logger = logging.getLogger(__name__)
+
+SYNC = ("start_weight_sync", "load_weight_bucket", "finish_weight_sync", "connect")
+"""Methods after whose failure an engine has no weights to generate with."""
+
+
+@dataclass
+class Restarts:
+    """At most ``limit`` in any ``window_s`` seconds."""
+
+    limit: int
+    window_s: float
+    _times: deque[float] = field(default_factory=deque)
+
+    def take(self, now: float) -> bool:
+        """Whether there may be one more at ``now``, in seconds of any steady clock."""
+        while self._times and self._times[0] <= now - self.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.limit:
+            return False
+        self._times.append(now)
+        return True
+
+
+def supervise(config: Config, attempt: Callable[[Config], None]) -> None:
+    """``attempt(config)``, and again from the newest checkpoint each time a part is lost.
+
+    Args:
+        attempt: a whole run, which has ended all that it started when it raises
+
+    Raises:
+        RuntimeError: parts were lost more than ``trainer.max_restarts`` times.
+        Exception: as ``attempt`` raises it: no part was lost, or there is no checkpoint.
+    """
+    trainer = config.trainer
+    restarts = Restarts(trainer.max_restarts, trainer.restart_window_s)
+    while True:
+        try:
+            return attempt(config)
+        except Exception as error:
+            if trainer.max_restarts == 0 or not lost_a_part(error):
+                raise
+            saved = checkpoints(Path(trainer.output_dir))
+            if not saved:
+                logger.warning(
+                    "there is no checkpoint to start again from: set checkpoint.every, and a lost "
+                    "part costs the steps since the last one"
+                )
+                raise
+            if not restarts.take(time.monotonic()):
+                raise RuntimeError(
+                    f"{error}\nBefore this, the run was started again {trainer.max_restarts} times "
+                    f"within {trainer.restart_window_s:g} s, which is trainer.max_restarts. Mend "
+                    "the cause, then go on with trainer.resume=auto"
+                ) from error
+            logger.error(
+                "%s\n  All parts start again from the checkpoint of step %d (restart %d; at most "
+                "trainer.max_restarts=%d in %g s).",
+                error,
+                step_of(saved[-1]),
+                len(restarts._times),
+                restarts.limit,
+                restarts.window_s,
+            )
+        config = config.model_copy(
+            update={"trainer": config.trainer.model_copy(update={"resume": "auto"})}
+        )
+
+
+def lost_a_part(error: Exception) -> bool:
+    """Whether the error says that a process died, froze or has no usable weights; what a process
+    raised while it worked would most likely be raised again."""
+    if isinstance(error, ActorFailed):
+        return error.kind != "raised" or error.where.rpartition(".")[2] in SYNC
+    return isinstance(error, RayError)
