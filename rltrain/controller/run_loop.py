@@ -1,6 +1,5 @@
 """What every run does around its steps: resume, save, evaluate, log, check the first step."""
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from rltrain.policy.types import Scored, Updated
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.progress import RunProgress
 from rltrain.tracking.timers import StepTimer
-from rltrain.tracking.tracker import OUTCOME, Tracker
+from rltrain.tracking.tracker import OUTCOME, Tracker, read_facts
 from rltrain.weights.huggingface.identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
@@ -107,15 +106,29 @@ class Loop(ABC):
         if done == 0 and self.evaluator.is_due(0):
             self.tracker.phase("eval")
             self.tracker.log(0, self.evaluator.evaluate(0))
+        if done > 0:
+            self.complete(done)
         for step in range(done + 1, self.config.trainer.steps + 1):
             self.step(step)
+
+    def complete(self, step: int) -> None:
+        """What a killed run did not come to after the checkpoint of ``step``: the metrics, less
+        those of the time after it, with the evaluation; and the link to the last weights."""
+        if self.tracker.lacks_row:
+            metrics = dict(self.start.state.get("metrics", {}))
+            if self.evaluator.is_due(step):
+                self.tracker.phase("eval")
+                metrics |= self.evaluator.evaluate(step)
+            self.tracker.log(step, metrics)
+        if self.config.checkpoint.last and step == self.config.trainer.steps:
+            save_last(self.start.storage, step, self.policy, self.start.model)
 
     def step(self, step: int) -> None:
         timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
         taken = self.take(step, timer, is_first=is_first)
         metrics = taken.metrics
-        self.save(step, timer)
+        self.save(step, timer, metrics)
         metrics |= self.hand_over(step, timer)
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
@@ -142,12 +155,17 @@ class Loop(ABC):
         if self.config.trainer.invariants == "stop":
             require(checks, step)
 
-    def save(self, step: int, timer: StepTimer) -> None:
-        """Write what is due: a checkpoint, and after the last step its weights."""
+    def save(self, step: int, timer: StepTimer, metrics: Mapping[str, float]) -> None:
+        """Write what is due: a checkpoint, and after the last step its weights.
+
+        Args:
+            metrics: of the step so far, kept for `complete`
+        """
         settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
         if is_checkpoint_due(self.config, step):
             with timer.phase("checkpoint"):
-                state = {"model": self.start.model, **self.state()}
+                self.tracker.sync()  # of the steps before, no metrics may be lost any more
+                state = {"model": self.start.model, "metrics": dict(metrics), **self.state()}
                 save(self.start.storage, step, self.models, state)
         if settings.last and is_last:
             with timer.phase("checkpoint"):
@@ -191,10 +209,9 @@ def is_finished(config: Config) -> bool:
         ValueError: it ended without a checkpoint, so it could only start again from the beginning.
     """
     run_dir = Path(config.trainer.output_dir)
-    outcome = run_dir / OUTCOME
-    if config.trainer.resume == "never" or not outcome.exists():
+    if config.trainer.resume == "never":
         return False
-    if json.loads(outcome.read_text())["state"] != "finished":
+    if read_facts(run_dir / OUTCOME).get("state") != "finished":
         return False
     if not (saved := checkpoint.checkpoints(run_dir)):
         raise ValueError(

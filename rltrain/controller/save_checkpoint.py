@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.actors import node_files
+from rltrain.config.durable import write_durably
 from rltrain.controller.checkpoint_storage import SHOWN, Storage, remove_remote
 from rltrain.controller.run_checkpoint import LAST, STATE, checkpoints
 from rltrain.weights.huggingface.manifest import (
@@ -82,8 +83,8 @@ def _write(storage: Storage, name: str, state: Mapping[str, Any], parts: Sequenc
     partial = target.with_name(f".{name}{node_files.PARTIAL}")
     remote = None if storage.remote is None else storage.remote / name
     try:
-        storage.on_disks(storage.all_disks, node_files.remove_leftovers, storage.folder)
-        partial.mkdir(parents=True)
+        storage.on_disks(storage.all_disks, node_files.make_ready, storage.folder)
+        partial.mkdir()
         if remote is not None:
             remove_remote(remote)
         entries: Entries = {}
@@ -93,7 +94,7 @@ def _write(storage: Storage, name: str, state: Mapping[str, Any], parts: Sequenc
                 part.group.upload(partial, remote.url, written)
             for node, files in zip(part.group.nodes, written, strict=True):
                 entries |= _placed(files, storage.place(node) if remote is None else remote.url)
-        (partial / STATE).write_text(json.dumps(dict(state)))
+        write_durably(partial / STATE, json.dumps(dict(state)))
         entries |= entries_of(partial, [STATE])
         if remote is not None:
             _commit_remote(remote, partial, entries)

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from rltrain.config.durable import sync
 from rltrain.policy.megatron.mesh import Mesh
 from rltrain.policy.megatron.value_head import ValueHead
 from rltrain.policy.optimizer import LearningRate
@@ -71,7 +72,10 @@ def save_weights(
 def _save(state: dict[str, Any], folder: str, mesh: Mesh) -> dict[str, ManifestEntry]:
     Path(folder).mkdir(parents=True, exist_ok=True)  # ranks of several nodes may share no disk
     dist_checkpointing.save(state, folder, content_metadata=content_metadata(mesh))
-    return entries_of(Path(folder), files_of_rank(folder, mesh.rank))
+    names = files_of_rank(folder, mesh.rank)
+    for path in (*(Path(folder) / name for name in names), Path(folder), Path(folder).parent):
+        sync(path)
+    return entries_of(Path(folder), names)
 
 
 def files_of_rank(folder: str, rank: int) -> list[str]:
