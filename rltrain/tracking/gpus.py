@@ -229,7 +229,7 @@ def read_gpus(path: Path) -> list[GpuSample]:
     """Of a gpus.csv; none when there is no such file."""
     if not path.is_file():
         return []
-    # What follows the last newline was torn by a kill. A power cut may leave bytes that are no text.
+    # What follows the last newline is torn. A power cut may leave bytes that are no text.
     return parse(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1])
 
 

@@ -10,7 +10,7 @@ config.yaml alone, also when the run failed.
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -170,21 +170,33 @@ class Tracker:
         _write(self.run_dir / "invariants.json", text)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Close everything and write report.html; call it with the error that ended the run."""
+        """Close everything and write report.html; call it with the error that ended the run.
+
+        Raises:
+            OSError: a file that the run needs could not be written; not where an error ended it.
+        """
         if self._finished:
             return
         self._finished = True
+        try:
+            self._close(error)
+        except (OSError, ValueError) as failure:
+            if error is None:
+                raise
+            logger.warning("after the error that ended the run: %s", failure)
+
+    def _close(self, error: BaseException | None) -> None:
         # The stack runs each of these, last in first out, whatever the others raise.
         with ExitStack() as stack:
-            stack.callback(self._write_report)
-            stack.callback(self._say_where_time_goes)
+            stack.callback(_spared, "report.html", self._write_report)
+            stack.callback(_spared, "the line about time", self._say_where_time_goes)
             stack.callback(self._finish_copies, state_of(error))
             stack.callback(write_outcome, self.run_dir, error)
             for writer in self._writers:
                 stack.callback(writer.close)
             stack.callback(self._progress.close)
             if self._gpus is not None:
-                stack.callback(self._gpus.close)
+                stack.callback(_spared, "gpus.csv", self._gpus.close)
 
     def __enter__(self) -> Self:
         return self
@@ -213,6 +225,14 @@ class Tracker:
 
     def _write_report(self) -> None:
         logger.info("report: %s", write_report(self.run_dir))
+
+
+def _spared(what: str, act: Callable[[], None]) -> None:
+    """Do what the run can do without."""
+    try:
+        act()
+    except (OSError, ValueError) as error:
+        logger.warning("no %s: %s", what, error)
 
 
 def _write_versions(path: Path, versions: Mapping[str, str], first_step: int) -> None:
