@@ -14,7 +14,7 @@ NO_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 """What file systems answer that cannot flush a folder."""
 
 
-def write_durably(path: Path, content: str | bytes) -> None:
+def write_durably(path: Path, content: str | bytes | memoryview) -> None:
     """Replace a file, or make it. It is written as ``.NAME.partial`` and then renamed.
 
     Raises:

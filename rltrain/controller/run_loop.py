@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import run_checkpoint as checkpoint
+from rltrain.controller.checkpoint_space import DiskFull, Planned, planned
 from rltrain.controller.checkpoint_storage import Storage
 from rltrain.controller.checks.first_step import Check, block, require
 from rltrain.controller.checks.model_checks import read_model
@@ -99,6 +101,14 @@ class Loop(ABC):
         """What a checkpoint keeps beside the models."""
         return {"prompts": self.prompts.state_dict()}
 
+    def __post_init__(self) -> None:
+        self.skipped = int(self.start.state.get("skipped", 0))
+        """Checkpoints that found no room; see ``checkpoint.on_full``."""
+
+    @cached_property
+    def planned(self) -> Planned:
+        return planned(self.config, read_model(self.config))
+
     def train(self) -> None:
         """All steps after the one that the run starts from."""
         done = self.start.after
@@ -121,7 +131,7 @@ class Loop(ABC):
                 metrics |= self.evaluator.evaluate(step)
             self.tracker.log(step, metrics)
         if self.config.checkpoint.last and step == self.config.trainer.steps:
-            save_last(self.start.storage, step, self.policy, self.start.model)
+            self.save_last(step)
 
     def step(self, step: int) -> None:
         timer = StepTimer(on_phase=self.tracker.phase)
@@ -155,21 +165,45 @@ class Loop(ABC):
         if self.config.trainer.invariants == "stop":
             require(checks, step)
 
-    def save(self, step: int, timer: StepTimer, metrics: Mapping[str, float]) -> None:
+    def save(self, step: int, timer: StepTimer, metrics: dict[str, float]) -> None:
         """Write what is due: a checkpoint, and after the last step its weights.
 
         Args:
             metrics: of the step so far, kept for `complete`
+
+        Raises:
+            RuntimeError: as `save_checkpoint.save`, unless ``checkpoint.on_full`` skips it.
         """
         settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
         if is_checkpoint_due(self.config, step):
             with timer.phase("checkpoint"):
                 self.tracker.sync()  # of the steps before, no metrics may be lost any more
-                state = {"model": self.start.model, "metrics": dict(metrics), **self.state()}
-                save(self.start.storage, step, self.models, state)
+                self.save_or_skip(step, metrics)
+            if settings.on_full == "skip":
+                metrics["checkpoint/skipped"] = float(self.skipped)
         if settings.last and is_last:
             with timer.phase("checkpoint"):
-                save_last(self.start.storage, step, self.policy, self.start.model)
+                self.save_last(step)
+
+    def save_or_skip(self, step: int, metrics: Mapping[str, float]) -> None:
+        kept = {"model": self.start.model, "metrics": dict(metrics), "skipped": self.skipped}
+        state = kept | self.state()
+        try:
+            save(self.start.storage, step, self.models, state, self.planned.whole)
+        except DiskFull as error:
+            if self.config.checkpoint.on_full == "stop":
+                raise
+            self.skipped += 1
+            logger.warning(
+                "NO CHECKPOINT of step %d, %d left out so far (checkpoint.on_full=skip): %s",
+                step,
+                self.skipped,
+                error,
+            )
+
+    def save_last(self, step: int) -> None:
+        least = self.planned.weights
+        save_last(self.start.storage, step, self.policy, self.start.model, least)
 
     @property
     def models(self) -> list[WorkerGroup[Any]]:

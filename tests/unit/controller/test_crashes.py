@@ -79,16 +79,16 @@ class Run(Loop):
         return {}
 
 
-def start_or_go_on(folder: Path, every: int) -> None:
+def start_or_go_on(folder: Path, every: int, model: Model | None = None, **settings: Any) -> None:
     config = Config.model_validate(
         {
             "trainer": {"output_dir": str(folder), "steps": STEPS, "resume": "auto"},
-            "checkpoint": {"every": every},
+            "checkpoint": {"every": every, **settings},
         }
     )
     storage = local_storage(folder, config.checkpoint)
     gather_records(storage)
-    model, start = Model(), Start(MODEL, storage)
+    model, start = model or Model(), Start(MODEL, storage)
     if saved := checkpoints(folder):
         state = restore(storage, saved[-1], [model])  # type: ignore[list-item]
         start = Start(MODEL, storage, state["step"], state)
