@@ -87,8 +87,10 @@ def train(
     except KeyboardInterrupt:
         sys.stderr.write("rltrain: interrupted before anything was started\n")
         return exit_status()
+    except OSError as error:  # a full or read-only disk, most likely
+        return fail(CANNOT_START, error, 1)
     except Exception as error:
-        return fail(f"{CANNOT_START} ({keep_traceback()} has the details)", error, 1)
+        return fail(f"{CANNOT_START} ({keep_traceback()})", error, 1)
     return run(config, data, arguments)
 
 
@@ -104,7 +106,7 @@ def run(config: Config, data: "RunData", arguments: Sequence[str]) -> int:
         return exit_status()
     except Exception as error:
         keep_outcome(folder, error, began)
-        return fail(f"rltrain: stopped ({keep_traceback(folder)} has the details)", error, 1)
+        return fail(f"rltrain: stopped ({keep_traceback(folder)})", error, 1)
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rltrain.config.durable import rename_durably, sync, write_durably
 from rltrain.weights.huggingface.manifest import (
     MANIFEST,
     ManifestEntry,
@@ -89,9 +90,7 @@ def write_piece(path: Path, start: int, data: bytes) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """A small one; it is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}{PARTIAL}")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    write_durably(path, data)
 
 
 def read_file(path: Path) -> bytes:
@@ -119,11 +118,23 @@ def download(url: str, names: Sequence[str], incoming: Path) -> None:
 # Checkpoints, in the folder that holds them all
 
 
+def make_ready(folder: Path) -> None:
+    """The folder is there, without what killed processes left half-written."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync(folder.parent)
+    remove_leftovers(folder)
+
+
 def rename(partial: Path, target: Path) -> None:
-    """A rank on this node may have written nothing, and then there is nothing to rename."""
+    """A rank on this node may have written nothing, and then there is nothing to rename.
+
+    Whoever wrote files has flushed them; the names of folders are flushed here.
+    """
     if partial.is_dir():
         remove(target)
-        os.rename(partial, target)
+        sync(partial)
+        rename_durably(partial, target)
 
 
 def link(folder: Path, name: str, target: str) -> None:
@@ -133,7 +144,7 @@ def link(folder: Path, name: str, target: str) -> None:
     if (folder / target).is_dir():
         remove(new)
         new.symlink_to(target)
-        os.rename(new, at)
+        rename_durably(new, at)
 
 
 def remove(path: Path) -> None:
@@ -141,7 +152,9 @@ def remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    (path / MANIFEST).unlink(missing_ok=True)
+    if (path / MANIFEST).exists():
+        (path / MANIFEST).unlink()
+        sync(path)
     shutil.rmtree(path, ignore_errors=True)  # what then stands in the way, a rename names
 
 

@@ -37,9 +37,7 @@ class Program(TyperGroup):
         except (RuntimeError, OSError) as error:
             return fail(f"rltrain {ctx.invoked_subcommand}: failed", error, 1)
         except Exception as error:
-            headline = (
-                f"rltrain {ctx.invoked_subcommand}: failed ({keep_traceback()} has the details)"
-            )
+            headline = f"rltrain {ctx.invoked_subcommand}: failed ({keep_traceback()})"
             return fail(headline, error, 1)
 
 

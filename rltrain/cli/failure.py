@@ -19,19 +19,23 @@ def fail(headline: str, error: Exception, status: int) -> int:
     from rltrain.config.redact import redacted_text
 
     error = getattr(error, "cause", None) or error
-    text = redacted_text(str(error), os.environ)
+    # Without "[Errno 28]", where it is a sentence of ours.
+    plain = error.strerror if isinstance(error, OSError) and error.filename is None else None
+    text = redacted_text(plain or str(error), os.environ)
     if not isinstance(error, ValueError | RuntimeError | OSError):
         text = f"{type(error).__name__}: {text}"
     text = coded(error, text)
     indented = text.replace("\n", "\n  ")
-    sys.stderr.write(f"{headline}\n  {indented}\n{help_line(text)}")
+    with suppress(OSError):  # a log file on a full disk; the status still says that it failed
+        sys.stderr.write(f"{headline}\n  {indented}\n{help_line(text)}")
     return status
 
 
-def keep_traceback(folder: Path | None = None) -> Path:
-    """Write the traceback of the current error to ``error.log``, and return its path.
+def keep_traceback(folder: Path | None = None) -> str:
+    """Write the traceback of the current error to ``error.log``; returns where its details are.
 
-    A new temporary file is used without a folder, or if the folder cannot be written.
+    A new temporary file is used without a folder, or if the folder cannot be written. Where no disk
+    has room, the details are those of a run with ``RLTRAIN_DEBUG=1``.
     """
     from rltrain.actors.last_error import strip_ray_frames
     from rltrain.config.redact import redacted_text
@@ -40,10 +44,14 @@ def keep_traceback(folder: Path | None = None) -> Path:
     if folder is not None:
         with suppress(OSError):  # the disk may be full, and that is the error to show
             (folder / "error.log").write_text(text, encoding="utf-8")
-            return folder / "error.log"
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="rltrain-error-", suffix=".log", delete=False, encoding="utf-8"
-    ) as file:
-        with suppress(OSError):
-            file.write(text)
-        return Path(file.name)
+            return f"{folder / 'error.log'} has the details"
+    with (
+        suppress(OSError),
+        tempfile.NamedTemporaryFile(
+            "w", prefix="rltrain-error-", suffix=".log", delete=False, encoding="utf-8"
+        ) as file,
+    ):
+        file.write(text)
+        file.flush()
+        return f"{file.name} has the details"
+    return "RLTRAIN_DEBUG=1 shows the details"

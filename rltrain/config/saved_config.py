@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from rltrain.config.differences import differences
+from rltrain.config.durable import write_durably
 from rltrain.config.errors import validate
 from rltrain.config.redact import redacted
 from rltrain.config.root import Config
@@ -36,7 +37,7 @@ def save_config(config: Config, program: str, arguments: Sequence[str]) -> Path:
     path = Path(config.trainer.output_dir) / NAME
     command = f"{program} {shlex.join(map(_redacted_override, arguments))}"
     text = yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False)
-    path.write_text(f"# {command}\n{text}", encoding="utf-8")
+    write_durably(path, f"# {command}\n{text}")
     return path
 
 
@@ -50,7 +51,7 @@ def save_recipe(config: Config, name: str, recipe: Config) -> Path:
         if key != "trainer.output_dir"
     }
     text = json.dumps({"name": name, "changes": changes}, indent=2)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    write_durably(path, f"{text}\n")
     return path
 
 

@@ -55,6 +55,9 @@ class CheckpointConfig(Section):
     """Keep the final weights in ``checkpoints/last``. ``rltrain export`` reads them."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
+    on_full: Literal["stop", "skip"] = "stop"
+    """What to do if a disk has no room for a checkpoint. ``stop``: end the run. ``skip``: go on,
+    and try again when the next one is due."""
     storage: Literal["auto", "shared", "local"] = "auto"
     """Where the ranks of several nodes write. ``shared``: into the run's folder, which all nodes
     have to see. ``local``: each into its own node's folder of the same path. ``auto``: as it is

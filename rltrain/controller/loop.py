@@ -302,5 +302,7 @@ class Trainer(Loop):
         if self.config.trainer.check_weight_sync:
             options = self.placed.engine_options(0, log="fresh-engine")
             disks, node = self.start.storage.disks, self.placed.engine_nodes[0]
-            check_weight_sync(self.colocation, self.spec, options, disks, node)
+            width = 1 if self.config.rollout.quantization == "fp8" else 4
+            nbytes = width * self.planned.parameters
+            check_weight_sync(self.colocation, self.spec, options, disks, node, nbytes)
         return metrics

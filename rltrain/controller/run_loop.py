@@ -1,10 +1,10 @@
 """What every run does around its steps: resume, save, evaluate, log, check the first step."""
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import run_checkpoint as checkpoint
+from rltrain.controller.checkpoint_space import DiskFull, Planned, planned
 from rltrain.controller.checkpoint_storage import Storage
 from rltrain.controller.checks.first_step import Check, block, require
 from rltrain.controller.checks.model_checks import read_model
@@ -28,7 +29,7 @@ from rltrain.policy.types import Scored, Updated
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.progress import RunProgress
 from rltrain.tracking.timers import StepTimer
-from rltrain.tracking.tracker import OUTCOME, Tracker
+from rltrain.tracking.tracker import OUTCOME, Tracker, read_facts
 from rltrain.weights.huggingface.identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,14 @@ class Loop(ABC):
         """What a checkpoint keeps beside the models."""
         return {"prompts": self.prompts.state_dict()}
 
+    def __post_init__(self) -> None:
+        self.skipped = int(self.start.state.get("skipped", 0))
+        """Checkpoints that found no room; see ``checkpoint.on_full``."""
+
+    @cached_property
+    def planned(self) -> Planned:
+        return planned(self.config, read_model(self.config))
+
     def train(self) -> None:
         """All steps after the one that the run starts from."""
         done = self.start.after
@@ -107,15 +116,29 @@ class Loop(ABC):
         if done == 0 and self.evaluator.is_due(0):
             self.tracker.phase("eval")
             self.tracker.log(0, self.evaluator.evaluate(0))
+        if done > 0:
+            self.complete(done)
         for step in range(done + 1, self.config.trainer.steps + 1):
             self.step(step)
+
+    def complete(self, step: int) -> None:
+        """What a killed run did not come to after the checkpoint of ``step``: the metrics, less
+        those of the time after it, with the evaluation; and the link to the last weights."""
+        if self.tracker.lacks_row:
+            metrics = dict(self.start.state.get("metrics", {}))
+            if self.evaluator.is_due(step):
+                self.tracker.phase("eval")
+                metrics |= self.evaluator.evaluate(step)
+            self.tracker.log(step, metrics)
+        if self.config.checkpoint.last and step == self.config.trainer.steps:
+            self.save_last(step)
 
     def step(self, step: int) -> None:
         timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
         taken = self.take(step, timer, is_first=is_first)
         metrics = taken.metrics
-        self.save(step, timer)
+        self.save(step, timer, metrics)
         metrics |= self.hand_over(step, timer)
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
@@ -142,16 +165,45 @@ class Loop(ABC):
         if self.config.trainer.invariants == "stop":
             require(checks, step)
 
-    def save(self, step: int, timer: StepTimer) -> None:
-        """Write what is due: a checkpoint, and after the last step its weights."""
+    def save(self, step: int, timer: StepTimer, metrics: dict[str, float]) -> None:
+        """Write what is due: a checkpoint, and after the last step its weights.
+
+        Args:
+            metrics: of the step so far, kept for `complete`
+
+        Raises:
+            RuntimeError: as `save_checkpoint.save`, unless ``checkpoint.on_full`` skips it.
+        """
         settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
         if is_checkpoint_due(self.config, step):
             with timer.phase("checkpoint"):
-                state = {"model": self.start.model, **self.state()}
-                save(self.start.storage, step, self.models, state)
+                self.tracker.sync()  # of the steps before, no metrics may be lost any more
+                self.save_or_skip(step, metrics)
+            if settings.on_full == "skip":
+                metrics["checkpoint/skipped"] = float(self.skipped)
         if settings.last and is_last:
             with timer.phase("checkpoint"):
-                save_last(self.start.storage, step, self.policy, self.start.model)
+                self.save_last(step)
+
+    def save_or_skip(self, step: int, metrics: Mapping[str, float]) -> None:
+        kept = {"model": self.start.model, "metrics": dict(metrics), "skipped": self.skipped}
+        state = kept | self.state()
+        try:
+            save(self.start.storage, step, self.models, state, self.planned.whole)
+        except DiskFull as error:
+            if self.config.checkpoint.on_full == "stop":
+                raise
+            self.skipped += 1
+            logger.warning(
+                "NO CHECKPOINT of step %d, %d left out so far (checkpoint.on_full=skip): %s",
+                step,
+                self.skipped,
+                error,
+            )
+
+    def save_last(self, step: int) -> None:
+        least = self.planned.weights
+        save_last(self.start.storage, step, self.policy, self.start.model, least)
 
     @property
     def models(self) -> list[WorkerGroup[Any]]:
@@ -191,10 +243,9 @@ def is_finished(config: Config) -> bool:
         ValueError: it ended without a checkpoint, so it could only start again from the beginning.
     """
     run_dir = Path(config.trainer.output_dir)
-    outcome = run_dir / OUTCOME
-    if config.trainer.resume == "never" or not outcome.exists():
+    if config.trainer.resume == "never":
         return False
-    if json.loads(outcome.read_text())["state"] != "finished":
+    if read_facts(run_dir / OUTCOME).get("state") != "finished":
         return False
     if not (saved := checkpoint.checkpoints(run_dir)):
         raise ValueError(

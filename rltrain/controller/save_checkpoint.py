@@ -6,11 +6,20 @@ reads none of them: it commits the manifest, last. Until then there are the olde
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.actors import node_files
+from rltrain.config.durable import write_durably
+from rltrain.controller.checkpoint_space import (
+    DiskFull,
+    amount,
+    check_free,
+    is_full,
+    needed_by_disk,
+)
 from rltrain.controller.checkpoint_storage import SHOWN, Storage, remove_remote
 from rltrain.controller.run_checkpoint import LAST, STATE, checkpoints
 from rltrain.weights.huggingface.manifest import (
@@ -30,7 +39,11 @@ Entries = dict[str, ManifestEntry]
 
 
 def save(
-    storage: Storage, step: int, groups: Sequence["WorkerGroup[Any]"], state: Mapping[str, Any]
+    storage: Storage,
+    step: int,
+    groups: Sequence["WorkerGroup[Any]"],
+    state: Mapping[str, Any],
+    least: int = 0,
 ) -> Path:
     """Write the checkpoint of ``step``; older ones than the ``checkpoint.keep`` newest go, after it
     is there.
@@ -38,18 +51,23 @@ def save(
     Args:
         groups: each fills its ``folders``
         state: with the `model_of` the run
+        least: bytes that it takes by the plan, of all ranks together
 
     Raises:
-        RuntimeError: a disk is full or cannot be written; the older checkpoints are untouched.
+        DiskFull: a disk is, or has too little room; nothing was changed.
+        RuntimeError: a disk cannot be written; the older checkpoints are untouched.
     """
     parts = [_Part(group, group.save) for group in groups]
-    target = _write(storage, f"step_{step:06d}", {"step": step, **state}, parts)
+    needed = needed_by_disk(storage, [node for group in groups for node in group.nodes], least)
+    target = _write(storage, f"step_{step:06d}", {"step": step, **state}, parts, needed)
     for old in checkpoints(storage.run_dir)[: -storage.config.keep]:
         storage.remove(old)
     return target
 
 
-def save_last(storage: Storage, step: int, policy: "PolicyGroup", model: "ModelIdentity") -> Path:
+def save_last(
+    storage: Storage, step: int, policy: "PolicyGroup", model: "ModelIdentity", least: int = 0
+) -> Path:
     """Leave the weights after ``step``, the run's last, in ``checkpoints/last``.
 
     Where the checkpoint of that step is there, a link to it; else the policy's parameters alone,
@@ -61,7 +79,9 @@ def save_last(storage: Storage, step: int, policy: "PolicyGroup", model: "ModelI
     whole = storage.folder / f"step_{step:06d}"
     if whole not in checkpoints(storage.run_dir):
         part = _Part(policy, policy.save_weights)
-        return _write(storage, LAST, {"step": step, "model": model}, [part])
+        ranks = [storage.disk_of[node] for node in policy.nodes]
+        needed = {disk: least * ranks.count(disk) // len(ranks) for disk in dict.fromkeys(ranks)}
+        return _write(storage, LAST, {"step": step, "model": model}, [part], needed)
     if storage.remote is not None:  # which has no links: the newest step is the last
         remove_remote(storage.remote / LAST)
     storage.on_disks(storage.all_disks, node_files.link, storage.folder, LAST, whole.name)
@@ -76,14 +96,25 @@ class _Part:
     write: Callable[[Path], Sequence["Written"]]
 
 
-def _write(storage: Storage, name: str, state: Mapping[str, Any], parts: Sequence[_Part]) -> Path:
-    """Fill a folder beside the one called ``name`` and swap it in."""
+def _write(
+    storage: Storage,
+    name: str,
+    state: Mapping[str, Any],
+    parts: Sequence[_Part],
+    needed: Mapping[str, int],
+) -> Path:
+    """Fill a folder beside the one called ``name`` and swap it in.
+
+    Args:
+        needed: bytes by disk
+    """
     target = storage.folder / name
     partial = target.with_name(f".{name}{node_files.PARTIAL}")
     remote = None if storage.remote is None else storage.remote / name
     try:
-        storage.on_disks(storage.all_disks, node_files.remove_leftovers, storage.folder)
-        partial.mkdir(parents=True)
+        storage.on_disks(storage.all_disks, node_files.make_ready, storage.folder)
+        check_free(storage.disks, storage.folder, needed, f"checkpoint of step {state['step']}")
+        partial.mkdir()
         if remote is not None:
             remove_remote(remote)
         entries: Entries = {}
@@ -93,17 +124,21 @@ def _write(storage: Storage, name: str, state: Mapping[str, Any], parts: Sequenc
                 part.group.upload(partial, remote.url, written)
             for node, files in zip(part.group.nodes, written, strict=True):
                 entries |= _placed(files, storage.place(node) if remote is None else remote.url)
-        (partial / STATE).write_text(json.dumps(dict(state)))
+        write_durably(partial / STATE, json.dumps(dict(state)))
         entries |= entries_of(partial, [STATE])
         if remote is not None:
             _commit_remote(remote, partial, entries)
         _commit(storage, partial, target, entries)
     except (OSError, RuntimeError) as error:  # a worker's error is an `ActorFailed`
         storage.discard(partial)
-        raise RuntimeError(
+        if remote is not None:
+            with suppress(RuntimeError):  # the next start removes it
+                remove_remote(remote)
+        kind = DiskFull if is_full(error) else RuntimeError
+        raise kind(
             f"checkpoint of step {state['step']} not written to {target}: {error}\n"
-            f"{storage.free()} Older checkpoints are untouched; go on from the newest with "
-            "trainer.resume=auto"
+            f"It takes {amount(sum(needed.values()))}. {storage.free()} Older checkpoints are "
+            "untouched; go on from the newest with trainer.resume=auto"
             " [RL6005]"
         ) from error
     return target

@@ -1,7 +1,6 @@
 """Supervised fine-tuning: the loop and the policy worker that GRPO trains with."""
 
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +8,13 @@ from pathlib import Path
 
 import torch
 
+from rltrain.actors import node_files
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.config.data import DataConfig
+from rltrain.config.durable import rename_durably, sync_all
 from rltrain.controller import stages, step_metrics
+from rltrain.controller.checkpoint_space import check_free, planned
 from rltrain.controller.checkpoint_storage import open_storage
 from rltrain.controller.checks.first_step import Check, check_first_supervised_step
 from rltrain.controller.checks.precision_bounds import Precision, bound_for, trainer_precision
@@ -82,16 +84,31 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
                 precision=trainer_precision(config, placed.device),
                 has_experts=bool(arch.moe_layers),
             ).train()
-            export(policy, storage.disks, Path(config.trainer.output_dir) / MODEL)
+            fp32 = 4 * planned(config, arch).parameters
+            export(policy, storage.disks, Path(config.trainer.output_dir) / MODEL, fp32)
 
 
-def export(policy: PolicyGroup, disks: Disks, folder: Path) -> None:
-    """Write the model beside ``folder`` and swap it in: an older one is whole until then."""
+def export(policy: PolicyGroup, disks: Disks, folder: Path, nbytes: int) -> None:
+    """Write the model beside ``folder`` and swap it in: an older one is whole until then.
+
+    Args:
+        nbytes: that it takes, at least
+
+    Raises:
+        RuntimeError: a disk is full or cannot be written; nothing is left.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    export_here(policy, disks, partial, "float32")
+    writers = (policy.nodes[0], disks.driver)
+    disks.call_each(node_files.remove, dict.fromkeys(writers, (partial,)))
+    check_free(disks, folder.parent, dict.fromkeys(writers, nbytes), f"the model in {folder}")
+    try:
+        export_here(policy, disks, partial, "float32")
+        sync_all(partial)
+    except (OSError, RuntimeError):
+        disks.call_each(node_files.remove, dict.fromkeys(writers, (partial,)))
+        raise
     shutil.rmtree(folder, ignore_errors=True)
-    os.rename(partial, folder)
+    rename_durably(partial, folder)
     logger.info("model: %s", folder)
 
 

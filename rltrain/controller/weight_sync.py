@@ -13,6 +13,7 @@ import ray
 from rltrain.actors import node_files
 from rltrain.config.rollout import Transport
 from rltrain.config.trainer import TrainerConfig
+from rltrain.controller.checkpoint_space import check_free
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.disks import Disks
 from rltrain.controller.cluster.engines import Engines, get_all_of_engines
@@ -113,7 +114,12 @@ class WeightSync:
 
 
 def check_weight_sync(
-    colocation: Colocation, spec: EngineSpec, options: dict[str, Any], disks: Disks, node: str
+    colocation: Colocation,
+    spec: EngineSpec,
+    options: dict[str, Any],
+    disks: Disks,
+    node: str,
+    nbytes: int,
 ) -> None:
     """Compare every engine, bitwise, with a fresh one started from an export of the policy.
 
@@ -121,13 +127,16 @@ def check_weight_sync(
 
     Args:
         options: of the fresh engine's actor, which is on ``node``
+        nbytes: of the export, at least
 
     Raises:
         ValueError: naming the tensors that differ.
+        RuntimeError: there is no room for the export.
     """
     with tempfile.TemporaryDirectory(prefix="rltrain-sync-check-") as folder:
         path = Path(folder) / "model"
         writer = colocation.policy.nodes[0]
+        check_free(disks, Path(folder).parent, dict.fromkeys((writer, node), nbytes), "an export")
         try:
             with colocation.engines_aside() if spec.sleeps else nullcontext():
                 with colocation.parameters_back():

@@ -7,29 +7,33 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 
 def save_atomically(path: Path, save: Callable[[Path], object]) -> None:
     """Run ``save`` on a temporary folder and rename it to ``path``, so that it is complete or
     absent.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: the folder cannot be written, or its disk is full.
     """
+    folder = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {path.parent} ({error.strerror}): set model.cache_dir to a folder "
-            "that can be written"
-            " [RL6001]"
-        ) from error
-    try:
         save(folder)
         if not path.exists():  # another process may have written it
             os.rename(folder, path)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"cannot write to {path.parent} ({why}): free some space there, or set model.cache_dir "
+            "to a folder that can be written"
+            " [RL6001]"
+        ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def prune(folders: Iterable[Path], max_days: float, max_bytes: int) -> None:

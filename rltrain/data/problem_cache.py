@@ -56,7 +56,7 @@ SCHEMA = pyarrow.schema(
 def cached(cache: Path, key: str, make: Callable[[], Made]) -> Made:
     """The problems of ``key``. If there are none, call ``make`` and save its problems there."""
     folder = cache / f"{PREFIX}{key[:16]}"
-    if folder.exists():
+    if os.path.exists(folder):  # unlike Path.exists, False where it may not look
         try:
             problems, report = _load(folder)
         except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:

@@ -16,9 +16,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from rltrain.config.durable import sync
 from rltrain.policy.megatron.mesh import Mesh
 from rltrain.policy.megatron.value_head import ValueHead
 from rltrain.policy.optimizer import LearningRate
+from rltrain.policy.sharded_save import all_or_none, save_sharded
 from rltrain.weights.huggingface.manifest import ManifestEntry, entries_of
 
 _HEAD = "output_layer.weight"
@@ -37,6 +39,9 @@ def save_model(
 
     Returns:
         of the files that this rank wrote
+
+    Raises:
+        OSError: on all ranks, where one could not write; all are usable afterwards.
     """
     state = _sharded_state(chunks, optimizer, mesh, is_loading=False)
     state["updates"] = learning_rate.update
@@ -69,9 +74,14 @@ def save_weights(
 
 
 def _save(state: dict[str, Any], folder: str, mesh: Mesh) -> dict[str, ManifestEntry]:
-    Path(folder).mkdir(parents=True, exist_ok=True)  # ranks of several nodes may share no disk
-    dist_checkpointing.save(state, folder, content_metadata=content_metadata(mesh))
-    return entries_of(Path(folder), files_of_rank(folder, mesh.rank))
+    path = Path(folder)
+    save_sharded(state, path, content_metadata(mesh))
+    with all_or_none(path):
+        names = files_of_rank(folder, mesh.rank)
+        for written in (*(path / name for name in names), path, path.parent):
+            sync(written)
+        entries = entries_of(path, names)
+    return entries
 
 
 def files_of_rank(folder: str, rank: int) -> list[str]:

@@ -182,6 +182,13 @@ PERFORMANCE = (
     _seconds("weight_sync", "handing the weights to the engine"),
     _seconds("eval", "evaluation"),
     _seconds("checkpoint", "saving"),
+    _performance(
+        "checkpoint/skipped",
+        "checkpoints of this run so far that were left out because a disk was full; in steps that "
+        "are to save one, with checkpoint.on_full=skip",
+        "-",
+        better="lower",
+    ),
     _seconds("other", "time/step less all phases"),
     _seconds("step", "the whole step, wall clock"),
     _performance(

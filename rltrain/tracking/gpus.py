@@ -229,8 +229,8 @@ def read_gpus(path: Path) -> list[GpuSample]:
     """Of a gpus.csv; none when there is no such file."""
     if not path.is_file():
         return []
-    # What follows the last newline was torn by a kill.
-    return parse(path.read_text(encoding="utf-8").split("\n")[:-1])
+    # What follows the last newline is torn. A power cut may leave bytes that are no text.
+    return parse(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1])
 
 
 def parse(lines: Iterable[str]) -> list[GpuSample]:
@@ -239,10 +239,14 @@ def parse(lines: Iterable[str]) -> list[GpuSample]:
     for row in csv.reader(lines, skipinitialspace=True):
         if len(row) not in (NUM_COLUMNS, NUM_COLUMNS + 1) or not row[1].isdigit():
             continue
+        try:
+            time = datetime.strptime(row[0], TIME)
+        except ValueError:
+            continue
         utilization, used_mib = (float(cell) if cell.isdigit() else None for cell in row[3:5])
         samples.append(
             GpuSample(
-                datetime.strptime(row[0], TIME),
+                time,
                 int(row[1]),
                 row[2],
                 None if utilization is None else utilization / 100,

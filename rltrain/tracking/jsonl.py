@@ -1,43 +1,52 @@
 """JSON lines, each with a step: metrics, samples, rollouts and alerts of a run.
 
-A line is complete on disk before the next step starts, so a killed run loses at most a torn last
-line, which the reader drops.
+A line is with the operating system before the next step starts, so a killed run loses at most a
+torn last line. A power cut may tear what was written since `JsonlWriter.sync`. What is torn is at
+the end of the file, where readers and writers cut it off.
 """
 
 import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.durable import explained, write_durably
+
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; none when there is no such file.
+    """All lines up to the last complete one; none when there is no such file.
 
     Raises:
-        ValueError: when a line other than the last is not a JSON object with an int ``step``.
+        ValueError: when a line before it is not a JSON object with an int ``step``.
     """
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    # What follows the last newline is empty, or torn by a kill or a full disk.
-    return [_parse(line, path, number) for number, line in enumerate(lines[:-1], start=1)]
+    return _rows(path)
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _rows(path: Path, first_step: float = math.inf) -> list[dict[str, Any]]:
+    """Of the steps before ``first_step``. What follows the last of them may be torn: cut short,
+    with bytes that are NUL or no text."""
+    # What follows the last newline is empty, or torn.
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    rows = [_parse(line) for line in lines]
+    kept = [n for n, row in enumerate(rows) if row is not None and row["step"] < first_step]
+    for n in range(kept[-1] if kept else 0):
+        if rows[n] is None:
+            raise ValueError(
+                f"{path}:{n + 1}: expected a JSON object with an int 'step', found "
+                f"{lines[n][:80].decode(errors='replace')!r} [RL7002]"
+            )
+    return [row for n in kept if (row := rows[n]) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}:{number}: expected a JSON object, found {line[:80]!r} [RL7002]"
-        ) from error
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError(
-            f"{path}:{number}: expected an object with an int 'step', found {line[:80]!r} [RL7002]"
-        )
-    return row
+        row = json.loads(line.decode())
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 class JsonlWriter:
@@ -50,9 +59,8 @@ class JsonlWriter:
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
-        kept = [row for row in read_jsonl(path) if row["step"] < first_step]
         if path.is_file():
-            _replace(path, kept)
+            write_durably(path, "".join(map(_line, _rows(path, first_step))))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -66,7 +74,18 @@ class JsonlWriter:
             self._file.write(_line({"step": step, **values}))
             self._file.flush()
         except OSError as error:
-            raise _explained(error, self.path) from error
+            raise explained(error, self.path) from error
+
+    def sync(self) -> None:
+        """Bring what was written to the disk, so that it survives a power cut.
+
+        Raises:
+            OSError: as `write`.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise explained(error, self.path) from error
 
     def close(self) -> None:
         """Close; a line that could not be written has been reported by ``write`` already."""
@@ -87,23 +106,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _replace(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the file anew, beside the old one and swapped in by rename."""
-    beside = path.with_name(path.name + ".partial")
-    try:
-        beside.write_text("".join(_line(row) for row in rows), encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise _explained(error, path) from error
-
-
-def _explained(error: OSError, path: Path) -> OSError:
-    if error.errno != errno.ENOSPC:
-        return error
-    return OSError(
-        errno.ENOSPC,
-        f"the disk that holds {path} is full: free some space and start again with "
-        "trainer.resume=auto [RL6005]",
-    )

@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
+from rltrain.config.durable import write_durably
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.backends import Rows, State
 from rltrain.tracking.metrics import document
@@ -43,16 +44,16 @@ def start(
     run_id = _resumed(client, run_dir, first_step - 1) if first_step else None
     if run_id is None:
         run_id = _created(client, tracking, config)
-        (run_dir / RUN_ID).write_text(run_id, encoding="utf-8")
+        write_durably(run_dir / RUN_ID, run_id)
     logger.info("mlflow run %s at %s", run_id, uri)
     return MlflowRun(client, run_id)
 
 
 def _resumed(client: MlflowClient, run_dir: Path, after: int) -> str | None:
     file = run_dir / RUN_ID
-    if not file.is_file():
+    run_id = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    if not run_id:
         return None
-    run_id = file.read_text(encoding="utf-8").strip()
     try:
         client.update_run(run_id, status="RUNNING")
         client.set_tag(run_id, "rltrain.resumed_after_step", str(after))

@@ -10,7 +10,7 @@ config.yaml alone, also when the run failed.
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from rltrain.actors.call_limits import LIMITS
 from rltrain.actors.interrupts import signal_name
+from rltrain.config.durable import write_durably
 from rltrain.config.redact import redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
 from rltrain.planning.roofline import describe_bottleneck
@@ -86,11 +87,17 @@ class Tracker:
         (run_dir / OUTCOME).unlink(missing_ok=True)
         _write_versions(run_dir / "versions.json", versions, first_step)
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
-        self._samples = JsonlWriter(run_dir / "samples.jsonl", first_step)
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
         self._links = JsonlWriter(run_dir / "links.jsonl", first_step)
         self._alerts = JsonlWriter(run_dir / "alerts.jsonl", first_step)
         rows, raised = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "alerts"))
+        self.lacks_row = first_step > 0 and all(row["step"] != first_step - 1 for row in rows)
+        """Whether a killed run left the step before ``first_step`` without metrics."""
+        # They are of the evaluation, which precedes the row and is repeated.
+        samples_from = first_step - 1 if self.lacks_row else first_step
+        self._samples = JsonlWriter(run_dir / "samples.jsonl", samples_from)
+        # The metrics last: their row says that a step has all its lines.
+        self._writers = [self._rollouts, self._links, self._alerts, self._samples, self._metrics]
         self._watch = Watch(tracking.alerts, rows, raised)
         self._copies = start_copies(run_dir, tracking, redacted(config), first_step)
         self._progress = progress or ProgressLines(num_steps)
@@ -121,6 +128,11 @@ class Tracker:
         logger.warning("%s since step %d: %s", alert.title, alert.since, alert.text)
         for copy in self._copies:
             copy.alert(alert.step, alert.kind, f"Since step {alert.since}: {alert.text}")
+
+    def sync(self) -> None:
+        """What was logged survives a power cut from here on."""
+        for writer in self._writers:
+            writer.sync()
 
     def phase(self, name: str | None) -> None:
         """What the run does from now on, for whoever watches and waits."""
@@ -160,24 +172,33 @@ class Tracker:
         _write(self.run_dir / "invariants.json", text)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Close everything and write report.html; call it with the error that ended the run."""
+        """Close everything and write report.html; call it with the error that ended the run.
+
+        Raises:
+            OSError: a file that the run needs could not be written; not where an error ended it.
+        """
         if self._finished:
             return
         self._finished = True
+        try:
+            self._close(error)
+        except (OSError, ValueError) as failure:
+            if error is None:
+                raise
+            logger.warning("after the error that ended the run: %s", failure)
+
+    def _close(self, error: BaseException | None) -> None:
         # The stack runs each of these, last in first out, whatever the others raise.
         with ExitStack() as stack:
-            stack.callback(self._write_report)
-            stack.callback(self._say_where_time_goes)
+            stack.callback(_spared, "report.html", self._write_report)
+            stack.callback(_spared, "the line about time", self._say_where_time_goes)
             stack.callback(self._finish_copies, state_of(error))
             stack.callback(write_outcome, self.run_dir, error)
-            stack.callback(self._alerts.close)
-            stack.callback(self._links.close)
-            stack.callback(self._rollouts.close)
-            stack.callback(self._samples.close)
-            stack.callback(self._metrics.close)
+            for writer in self._writers:
+                stack.callback(writer.close)
             stack.callback(self._progress.close)
             if self._gpus is not None:
-                stack.callback(self._gpus.close)
+                stack.callback(_spared, "gpus.csv", self._gpus.close)
 
     def __enter__(self) -> Self:
         return self
@@ -208,15 +229,31 @@ class Tracker:
         logger.info("report: %s", write_report(self.run_dir))
 
 
+def _spared(what: str, act: Callable[[], None]) -> None:
+    """Do what the run can do without."""
+    try:
+        act()
+    except (OSError, ValueError) as error:
+        logger.warning("no %s: %s", what, error)
+
+
 def _write_versions(path: Path, versions: Mapping[str, str], first_step: int) -> None:
     """``resumed_after_steps`` gathers the steps at which the run was taken up again."""
     facts = {"started": datetime.now(UTC).isoformat(timespec="seconds"), **versions}
     if first_step > 0:
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        resumed = str(before.get("resumed_after_steps", "")).split(", ")
+        resumed = str(read_facts(path).get("resumed_after_steps", "")).split(", ")
         earlier = [step for step in resumed if step.isdigit() and int(step) < first_step - 1]
         facts["resumed_after_steps"] = ", ".join([*earlier, str(first_step - 1)])
     _write(path, json.dumps(facts, indent=2))
+
+
+def read_facts(path: Path) -> Mapping[str, Any]:
+    """A JSON object of the run's folder; empty where there is none, or only a part of one."""
+    try:
+        facts = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, Mapping) else {}
 
 
 def state_of(error: BaseException | None) -> State:
@@ -266,4 +303,4 @@ def _without_tokens(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    path.write_text(text + "\n", encoding="utf-8")
+    write_durably(path, text + "\n")

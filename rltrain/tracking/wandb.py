@@ -18,6 +18,7 @@ from typing import Any
 
 import wandb
 
+from rltrain.config.durable import write_durably
 from rltrain.config.trainer import TrackingConfig
 from rltrain.tracking.backends import Rows, State
 from rltrain.tracking.catalogue import METRICS
@@ -47,7 +48,7 @@ def start(
         logger.warning("wandb cannot be reached (%s): this run goes on offline", error)
         mode = "offline"
         run = _init(run_dir, tracking, config, mode, resumed=resumed)
-    (run_dir / "wandb_id").write_text(run.id, encoding="utf-8")
+    write_durably(run_dir / "wandb_id", run.id)
     logger.info("wandb is %s, run %s", mode, run.url if mode == "online" else run.id)
     _define_metrics(run)
     return WandbRun(run)
@@ -93,14 +94,14 @@ def _init(
     resumed: bool,
 ) -> wandb.Run:
     id_file = run_dir / "wandb_id"
-    known = id_file.read_text(encoding="utf-8") if resumed and id_file.is_file() else None
+    known = id_file.read_text(encoding="utf-8") if resumed and id_file.is_file() else ""
     return wandb.init(
         project=tracking.project,
         name=tracking.name,
         dir=run_dir,
         config=dict(config),
         mode=mode,
-        id=known,
+        id=known or None,
         resume="allow" if known and mode == "online" else None,
         reinit="create_new",
         # Our progress line and wandb's capture of the terminal would fight for it.

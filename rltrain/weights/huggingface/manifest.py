@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from rltrain.config.durable import write_durably
+
 MANIFEST = "manifest.json"
 _THREADS = 4
 
@@ -39,7 +41,7 @@ def write_manifest(folder: Path, entries: Mapping[str, ManifestEntry] | None = N
     """
     if entries is None:
         entries = entries_of(folder, _names(folder))
-    (folder / MANIFEST).write_text(json.dumps(dict(sorted(entries.items())), indent=1))
+    write_durably(folder / MANIFEST, json.dumps(dict(sorted(entries.items())), indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, ManifestEntry]:

@@ -1,7 +1,6 @@
 """A folder that appears complete or not at all, and tensors in lists that fit a file."""
 
 import fcntl
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
+
+from rltrain.config.durable import rename_durably, sync_all
 
 Key = TypeVar("Key")
 
@@ -38,21 +39,10 @@ def new_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)  # mkdir reports what could not be removed
             folder.mkdir()
             yield folder
-            for path in (folder, *folder.rglob("*")):
-                _sync(path)
-            folder.rename(out)
-            _sync(out.parent)
+            sync_all(folder)
+            rename_durably(folder, out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def split_by_bytes(

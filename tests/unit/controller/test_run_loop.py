@@ -30,6 +30,13 @@ def test_a_run_without_an_outcome_goes_on(tmp_path: Path) -> None:
     assert not is_finished(config(tmp_path, 5))  # what follows the last step may be missing
 
 
+@pytest.mark.parametrize("torn", ["", '{"state": "fin', "\0" * 80, "[]", '"finished"'])
+def test_a_torn_outcome_is_none(torn: str, tmp_path: Path) -> None:
+    leave(tmp_path, "finished", 5)
+    (tmp_path / "outcome.json").write_text(torn)
+    assert not is_finished(config(tmp_path, 5))
+
+
 @pytest.mark.parametrize(("steps", "finished"), [(9, True), (10, True), (11, False)])
 def test_a_finished_run_has_its_last_checkpoint_at_the_end(
     tmp_path: Path, steps: int, finished: bool

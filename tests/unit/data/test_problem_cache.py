@@ -1,5 +1,6 @@
 """A second start reads the cache of the first: the same problems, or it rebuilds them."""
 
+import errno
 import json
 import logging
 import os
@@ -121,6 +122,19 @@ def test_a_cache_that_cannot_be_written_ends_no_run(cached, caplog):
     with caplog.at_level(logging.WARNING):
         found, _ = cached.load()
     assert len(found.train) == 15 and "problems are not cached" in caplog.text
+
+
+def test_a_cache_on_a_full_disk_ends_no_run(cached, monkeypatch, caplog):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(problem_cache, "_save", full)
+    with caplog.at_level(logging.WARNING):
+        found, _ = cached.load()
+    assert len(found.train) == 15
+    assert "problems are not cached: cannot write to" in caplog.text
+    assert "(No space left on device)" in caplog.text
+    assert list(cached.cache.iterdir()) == []
 
 
 def test_what_no_run_uses_is_removed(cached, monkeypatch):

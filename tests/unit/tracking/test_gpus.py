@@ -311,6 +311,9 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     (tmp_path / "gpus.csv").write_text(f"{whole}\n{LINES[2][:-2]}")
     assert len(read_gpus(tmp_path / "gpus.csv")) == 1
     assert read_gpus(tmp_path / "nothing.csv") == []
+    cut = "\0" * 9 + LINES[1][9:]  # by a power cut
+    (tmp_path / "gpus.csv").write_bytes(f"{whole}\n{cut}\n".encode() + b"\xc3\0\n")
+    assert len(read_gpus(tmp_path / "gpus.csv")) == 1
 
 
 def test_a_timeline_has_each_second_and_in_a_long_run_means():

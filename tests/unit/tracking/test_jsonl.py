@@ -45,6 +45,39 @@ def test_a_line_torn_by_a_kill_is_dropped_and_not_glued_to_the_next(tmp_path):
     assert _steps(path) == [0, 1]
 
 
+GOOD = b'{"step": 0, "text": "\xc3\xa4"}\n'
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"\0" * 100,
+        b"\0" * 100 + b'ean": 1.0}\n',
+        b'{"step": 1, "text": "\xc3',
+        b'{"step": 1, "text": "\xc3"}\n[1]\n',
+        GOOD.replace(b"0", b"2") + b"\0\n",
+    ],
+)
+def test_what_a_power_cut_tore_is_cut_off(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(GOOD + tail)
+    assert [row["step"] for row in read_jsonl(path) if row["step"] < 2] == [0]
+    writer = JsonlWriter(path, first_step=1)
+    writer.write(1, {})
+    writer.sync()
+    writer.close()
+    assert path.read_bytes() == GOOD + b'{"step": 1}\n'
+
+
+def test_what_is_torn_before_steps_that_run_again_does_not_matter(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(GOOD + b"\0\0\n" + b'{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: expected"):
+        JsonlWriter(path, first_step=2)
+    JsonlWriter(path, first_step=1).close()
+    assert path.read_bytes() == GOOD
+
+
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"reward/mean": 1}'])
 def test_a_broken_line_in_the_middle_is_an_error_with_its_place(tmp_path, line):
     path = tmp_path / "metrics.jsonl"

@@ -72,6 +72,21 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path):
     assert read_jsonl(tmp_path / "links.jsonl") == [link]
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_step_whose_row_is_missing_is_known_and_its_samples_go(tmp_path, last):
+    with _tracker(tmp_path) as tracker:
+        for step in range(last):
+            tracker.log(step, {"reward/mean": 0.1})
+        tracker.samples(1, [SAMPLE])
+        tracker.rollouts(1, [ROLLOUT])
+    (tmp_path / "versions.json").write_text('{"resumed_aft')
+    with _tracker(tmp_path, first_step=2) as tracker:
+        assert tracker.lacks_row == (last == 1)
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == last - 1
+    assert len(read_jsonl(tmp_path / "rollouts.jsonl")) == 1
+    assert json.loads((tmp_path / "versions.json").read_text())["resumed_after_steps"] == "1"
+
+
 @pytest.mark.parametrize(
     ("error", "state"),
     [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (RuntimeError(), "failed")],

@@ -1,0 +1,126 @@
+"""Writing Megatron's distributed format so that a rank that cannot write leaves the others usable.
+
+`megatron.core.dist_checkpointing.save` writes `common.pt`, `.metadata` and `metadata.json` between
+collective calls. Where a disk is full, rank 0 raises there, and the others wait for it in the next
+collective until that times out. Here the same parts run in the same order, and after each one that
+writes the ranks tell each other how it went: all of them raise, or none.
+
+Read against megatron-core 0.16.1.
+"""
+
+import errno
+import io
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from rltrain.config.durable import write_durably
+
+FULL_BYTES = 2**20
+"""A write that failed for a reason that nobody kept found a full disk, if this much is free."""
+SHOWN = 3
+"""Ranks in a message."""
+
+
+@contextmanager
+def all_or_none(folder: Path) -> Iterator[None]:
+    """What is inside, each rank does by itself; if a rank fails in it, all raise. Collective.
+
+    A collective call inside must not come after what may fail.
+
+    Raises:
+        OSError: naming the ranks that failed, with the error number of the first.
+    """
+    failure: OSError | None = None
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        failure = _as_os_error(error, folder)
+    answers: list[OSError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, failure)
+    failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+    if failed:
+        shown = [f"rank {rank}: {error.strerror}" for rank, error in failed.items()][:SHOWN]
+        more = f" and {len(failed) - SHOWN} more ranks" if len(failed) > SHOWN else ""
+        raise OSError(next(iter(failed.values())).errno, "; ".join(shown) + more)
+
+
+def save_sharded(state: dict[str, Any], folder: Path, metadata: dict[str, Any]) -> None:
+    """Write ``state`` into ``folder``, which is empty or absent on each node. Collective.
+
+    Args:
+        metadata: what `dist_checkpointing` calls ``content_metadata``
+
+    Raises:
+        OSError: on all ranks, where one could not write; then all are ready for other calls.
+    """
+    is_first = dist.get_rank() == 0
+    sharded, common = save_preprocess({**state, "content_metadata": metadata})
+    with all_or_none(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if is_first:
+            # torch.save loses the error number of a file that it writes itself.
+            buffer = io.BytesIO()
+            torch.save(common, buffer)
+            write_durably(folder / COMMON_STATE_FNAME, buffer.getbuffer())
+    strategy = _Strategy("torch_dist", 1)
+    with all_or_none(folder):  # the plans are exchanged first, then queues and processes made
+        request = strategy.async_save(sharded, folder)
+    with all_or_none(folder):
+        results = strategy.write(request)
+    gathered = strategy.group.gather_object(results)
+    with all_or_none(folder):
+        if is_first:
+            strategy.writer.finish(strategy.metadata, gathered)
+            save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's, of which the parts after the plan are called one by one."""
+
+    writer: Any
+    metadata: Any
+    """Of all tensors; None but on rank 0."""
+    group: Any
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        self.writer, self.metadata, self.group = planned
+        return super()._get_save_and_finalize_callbacks(writer, planned)
+
+    def write(self, request: AsyncRequest) -> list[Any]:
+        """Write this rank's tensors.
+
+        Raises:
+            OSError, RuntimeError: as the process that wrote them.
+        """
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()  # on the host
+        if request.async_fn is not None:
+            request.async_fn(*arguments, **request.async_fn_kwargs)
+        results = self.writer.retrieve_write_results()
+        if isinstance(results, tuple):  # an error, and where it was raised
+            raise results[0].__cause__ or results[0]
+        return list(results)
+
+
+def _as_os_error(error: OSError | RuntimeError, folder: Path) -> OSError:
+    """With a number and a text of its own, so that it can be sent."""
+    if isinstance(error.__cause__, OSError):  # which was put into a sentence
+        error = error.__cause__
+    if isinstance(error, OSError) and error.errno:
+        return OSError(error.errno, f"{error.strerror}: {error.filename or folder}")
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if shutil.disk_usage(there).free < FULL_BYTES:
+        return OSError(errno.ENOSPC, f"No space left on device: {folder} ({error})")
+    return OSError(errno.EIO, str(error))
