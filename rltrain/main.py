@@ -25,7 +25,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rltrain.actors.interrupts import exit_status, last_act
+from rltrain.actors.interrupts import exit_status, grace, last_act
 from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.going_on import how_to_go_on
 from rltrain.cli.typed_command import program
@@ -127,7 +127,8 @@ def train_until_end(config: Config, data: "RunData") -> None:
             train(config, data, progress)
 
     twice = KeyboardInterrupt("interrupted again while it was being closed")
-    with last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice)):
+    ended = last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice))
+    with ended, grace(config.trainer.grace_s):
         supervise(config, attempt)
 
 

@@ -83,6 +83,7 @@ class Trainer(Loop):
             batch, measured = self.compute_advantages(batch)
             metrics |= measured
         self.keep_rollouts(step, replace(sampled, batch=batch), scored, flipped)
+        self.finish_first()
         if self.critic is not None:
             with timer.phase("critic_update"):
                 metrics |= self.update_critic(self.critic, batch)
@@ -290,6 +291,9 @@ class Trainer(Loop):
     def syncs(self, step: int) -> bool:
         evaluates = self.evaluator.is_due(step)
         return is_sync_due(self.config.trainer, step, evaluates=evaluates)
+
+    def is_aside(self) -> bool:
+        return self.colocation.colocated  # the interruption may have come while engines generated
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"kl_coef": self.kl_coef}

@@ -2,12 +2,14 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from rltrain.actors.interrupts import signals_held
 from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.batch import Batch
 from rltrain.config import Config
@@ -80,7 +82,7 @@ class Loop(ABC):
 
     @abstractmethod
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
-        """Learn from the next prompts.
+        """Learn from the next prompts. It calls `finish_first` before the first update.
 
         Args:
             is_first: whether `first_checks` follow, which may need more than other steps measure
@@ -104,6 +106,10 @@ class Loop(ABC):
     def __post_init__(self) -> None:
         self.skipped = int(self.start.state.get("skipped", 0))
         """Checkpoints that found no room; see ``checkpoint.on_full``."""
+        self._in_step = ExitStack()
+        self._is_signalled: Callable[[], bool] = lambda: False
+        self._settled: tuple[int, Mapping[str, Any]] | None = None
+        """The last step of which the models have all updates, and what its checkpoint keeps."""
 
     @cached_property
     def planned(self) -> Planned:
@@ -111,6 +117,13 @@ class Loop(ABC):
 
     def train(self) -> None:
         """All steps after the one that the run starts from."""
+        try:
+            self.take_steps()
+        except KeyboardInterrupt:
+            self.save_settled()
+            raise
+
+    def take_steps(self) -> None:
         done = self.start.after
         self.begin()
         if done == 0 and self.evaluator.is_due(0):
@@ -133,12 +146,19 @@ class Loop(ABC):
         if self.config.checkpoint.last and step == self.config.trainer.steps:
             self.save_last(step)
 
+    def finish_first(self) -> None:
+        """The models change from now on: a signal waits until the checkpoint of the step is saved,
+        if there are checkpoints."""
+        self._is_signalled = self._in_step.enter_context(signals_held())
+
     def step(self, step: int) -> None:
         timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
-        taken = self.take(step, timer, is_first=is_first)
-        metrics = taken.metrics
-        self.save(step, timer, metrics)
+        with ExitStack() as self._in_step:
+            taken = self.take(step, timer, is_first=is_first)
+            metrics = taken.metrics
+            self.save(step, timer, metrics)
+            self._settled = step, self.kept(metrics)
         metrics |= self.hand_over(step, timer)
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
@@ -175,7 +195,8 @@ class Loop(ABC):
             RuntimeError: as `save_checkpoint.save`, unless ``checkpoint.on_full`` skips it.
         """
         settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
-        if is_checkpoint_due(self.config, step):
+        is_interrupted = settings.every > 0 and self._is_signalled()
+        if is_checkpoint_due(self.config, step) or is_interrupted:
             with timer.phase("checkpoint"):
                 self.tracker.sync()  # of the steps before, no metrics may be lost any more
                 self.save_or_skip(step, metrics)
@@ -185,11 +206,32 @@ class Loop(ABC):
             with timer.phase("checkpoint"):
                 self.save_last(step)
 
-    def save_or_skip(self, step: int, metrics: Mapping[str, float]) -> None:
+    def kept(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What a checkpoint keeps beside the models, and what `complete` needs."""
         kept = {"model": self.start.model, "metrics": dict(metrics), "skipped": self.skipped}
-        state = kept | self.state()
+        return kept | self.state()
+
+    def save_settled(self) -> None:
+        """The run was interrupted: keep the steps since the last checkpoint."""
+        if self._settled is None or not self.config.checkpoint.every or self.is_aside():
+            return
+        step, kept = self._settled
+        saved = checkpoint.checkpoints(self.run_dir)
+        if saved and checkpoint.step_of(saved[-1]) >= step:
+            return
+        logger.info("saving step %d", step)
         try:
-            save(self.start.storage, step, self.models, state, self.planned.whole)
+            save(self.start.storage, step, self.models, kept, self.planned.whole)
+        except RuntimeError as error:
+            logger.warning("no checkpoint of step %d: %s", step, error)
+
+    def is_aside(self) -> bool:
+        """Whether the memory of the models may be where they cannot be saved from."""
+        return False
+
+    def save_or_skip(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            save(self.start.storage, step, self.models, self.kept(metrics), self.planned.whole)
         except DiskFull as error:
             if self.config.checkpoint.on_full == "stop":
                 raise

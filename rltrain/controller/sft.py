@@ -123,6 +123,7 @@ class SupervisedTrainer(Loop):
         batch = supervised_batch(next(self.prompts), self.config)
         self.policy.begin_step(batch)
         scored = self.policy.score(routing="native") if is_first else None
+        self.finish_first()
         with timer.phase("update"):
             updates = self.policy.update({}, routing="native")
         metrics = step_metrics.supervised_metrics(updates, self.config.trainer.mini_batches)
