@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
 
-OPTIONS = ("trainer.mini_batches=2", "checkpoint.every=2", "trainer.eval_every=2")
+OPTIONS = ("trainer.mini_batches=2", "checkpoint.every=3", "trainer.eval_every=2")
 # The rate of an update tells how many came before it.
 OPTIONS += ("optimizer.warmup_steps=1000", "optimizer.lr=0.1", "algorithm.aggregation=constant")
 
@@ -38,7 +38,7 @@ def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
     start: Any, tmp_path: Path
 ) -> None:
     broken = start("broken", "trainer.steps=100000", *OPTIONS, recipe="sft_tiny")
-    while 3 not in broken.metrics and broken.process.poll() is None:
+    while 4 not in broken.metrics and broken.process.poll() is None:
         time.sleep(0.1)
     broken.kill()
     before = broken.metrics
@@ -53,6 +53,7 @@ def test_a_killed_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
     saved = checkpoint.step_of(checkpoint.checkpoints(broken.folder)[-1])
     outcome = json.loads((stopped.folder / "outcome.json").read_text())
     assert (outcome["state"], outcome["step"]) == ("interrupted", max(before))
+    assert saved - max(before) in (0, 1)  # it was saved, also where no checkpoint was due
     assert f"rltrain: interrupted at step {max(before)}" in stopped.output
     assert "Traceback" not in stopped.output
     *_, typed = stopped.output.partition("; resume with\n")
