@@ -52,8 +52,8 @@ def is_there(pid: int) -> bool:
     ("who", "number", "said"),
     [
         ("gcs_server", signal.SIGKILL, "Ray's gcs_server (process "),
-        ("raylet", signal.SIGSTOP, "Ray's raylet (process "),
-        ("actor", signal.SIGSTOP, "died"),
+        pytest.param("raylet", signal.SIGSTOP, "Ray's raylet (", marks=pytest.mark.slow),
+        pytest.param("actor", signal.SIGSTOP, "died", marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_process_ends_the_wait_and_all_others(
