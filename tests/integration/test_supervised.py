@@ -37,14 +37,14 @@ OPTIONS += ("optimizer.warmup_steps=1000", "optimizer.lr=0.1", "algorithm.aggreg
 def test_an_interrupted_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
     start: Any, tmp_path: Path
 ) -> None:
-    stopped = start("broken", "trainer.steps=100000", *OPTIONS, recipe="sft_tiny")
+    stopped = start("stopped", "trainer.steps=100000", *OPTIONS, recipe="sft_tiny")
     while 4 not in stopped.metrics and stopped.process.poll() is None:
         time.sleep(0.1)
     running = stopped.interrupt()
     stopped.wait(expect=130)
     assert psutil.wait_procs(running, timeout=20)[1] == []
     before = stopped.metrics
-    saved = checkpoint.step_of(checkpoint.checkpoints(broken.folder)[-1])
+    saved = checkpoint.step_of(checkpoint.checkpoints(stopped.folder)[-1])
     outcome = json.loads((stopped.folder / "outcome.json").read_text())
     assert (outcome["state"], outcome["step"]) == ("interrupted", max(before))
     assert saved - max(before) in (0, 1)  # it was saved, also where no checkpoint was due
@@ -53,7 +53,7 @@ def test_an_interrupted_run_goes_on_bitwise_and_a_finished_one_is_left_alone(
     *_, typed = stopped.output.partition("; resume with\n")
     steps = f"trainer.steps={saved + 3}"  # the last one is no multiple of what is due every 2
     straight = start("straight", steps, *OPTIONS, recipe="sft_tiny")
-    resumed = start("broken", steps, typed=shlex.split(typed)).wait()
+    resumed = start("stopped", steps, typed=shlex.split(typed)).wait()
     straight.wait()
     assert f"resumed after step {saved}" in resumed.output
     assert sorted(resumed.metrics) == sorted(straight.metrics) == list(range(saved + 4))
