@@ -126,8 +126,8 @@ def train_until_end(config: Config, data: "RunData") -> None:
         with closing(run_progress(config, has_held_out=has_held_out)) as progress:
             train(config, data, progress)
 
-    twice = KeyboardInterrupt("interrupted again while it was being closed")
-    ended = last_act(lambda: write_outcome(Path(config.trainer.output_dir), twice))
+    folder = Path(config.trainer.output_dir)
+    ended = last_act(lambda why: write_outcome(folder, KeyboardInterrupt(why)))
     with ended, grace(config.trainer.grace_s):
         supervise(config, attempt)
 

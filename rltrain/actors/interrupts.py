@@ -10,9 +10,10 @@ from typing import Any
 
 import psutil
 
-LATE = "not closed within trainer.grace_s"
+AGAIN = "interrupted again while it was being closed"
+LATE = "interrupted, and not closed within trainer.grace_s"
 
-_last_acts: list[Callable[[], None]] = []
+_last_acts: list[Callable[[str], None]] = []
 _received: list[signal.Signals] = []
 """Kept here, because Ray raises a KeyboardInterrupt of its own in place of the handler's."""
 _grace_s: list[float] = []
@@ -40,15 +41,16 @@ def closing_on_signals() -> Iterator[None]:
         yield
         return
     _received.clear()
+    timers: list[threading.Timer] = []
 
     def handle(number: int, _: Any) -> None:
         _received.append(signal.Signals(number))
         if len(_received) > 1:
             end_at_once(128 + number)
         if _grace_s:
-            timer = threading.Timer(_grace_s[-1], end_at_once, [128 + number, LATE])
-            timer.daemon = True
-            timer.start()
+            timers.append(threading.Timer(_grace_s[-1], end_at_once, [128 + number, LATE]))
+            timers[-1].daemon = True
+            timers[-1].start()
         if _held:
             _held[-1] = True
             _say("interrupted: the step is finished first; Ctrl-C again ends it at once")
@@ -61,6 +63,8 @@ def closing_on_signals() -> Iterator[None]:
     try:
         yield
     finally:
+        for timer in timers:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -92,8 +96,8 @@ def signals_held() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def last_act(act: Callable[[], None]) -> Iterator[None]:
-    """Within, `end_at_once` calls ``act`` first. It must be quick."""
+def last_act(act: Callable[[str], None]) -> Iterator[None]:
+    """Within, `end_at_once` calls ``act`` first, with its reason. It must be quick."""
     _last_acts.append(act)
     try:
         yield
@@ -101,11 +105,11 @@ def last_act(act: Callable[[], None]) -> Iterator[None]:
         _last_acts.remove(act)
 
 
-def end_at_once(status: int, why: str = "interrupted again") -> None:
+def end_at_once(status: int, why: str = AGAIN) -> None:
     """Kill every process below this one, then end this one, without closing anything."""
     for act in _last_acts:
         try:
-            act()
+            act(why)
         except Exception as error:
             _say(f"{type(error).__name__}: {error}")
     _say(f"{why}: every process of this command was ended")

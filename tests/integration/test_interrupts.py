@@ -19,11 +19,15 @@ pytestmark = [
 ]
 
 
+SLOW = ["trainer.grace_s=300"]
+"""Machines are busy."""
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.7, 1.4])
 def test_sigterm_of_a_run_with_engines(start: Any, wait_s: float) -> None:
     """It comes while the run waits for Ray, which then raises a KeyboardInterrupt of its own: while
     the engines generate or the policy learns. What was learned is saved."""
-    run = start("terminated", "trainer.steps=1000", "checkpoint.every=1000")
+    run = start("terminated", "trainer.steps=1000", "checkpoint.every=1000", *SLOW)
     while 1 not in run.metrics and run.process.poll() is None:
         time.sleep(0.2)
     time.sleep(wait_s)

@@ -29,7 +29,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
 
-OPTIONS = ("trainer.mini_batches=2", "checkpoint.every=3", "trainer.eval_every=2")
+OPTIONS = (
+    "trainer.mini_batches=2",
+    "trainer.grace_s=300",
+    "checkpoint.every=3",
+    "trainer.eval_every=2",
+)
 # The rate of an update tells how many came before it.
 OPTIONS += ("optimizer.warmup_steps=1000", "optimizer.lr=0.1", "algorithm.aggregation=constant")
 

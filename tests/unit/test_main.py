@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rltrain.actors.failures import ActorFailed
+from rltrain.actors.interrupts import closing_on_signals, signals_held
 from rltrain.cli.going_on import resume_command
 from rltrain.cli.typed_command import program
 from rltrain.controller.run_data import RunData
@@ -161,11 +162,22 @@ def test_the_folder_to_go_on_in_is_one_that_hydra_reads(name: str, tmp_path: Pat
     assert (trainer.output_dir, trainer.resume) == (f"{tmp_path / name}", "auto")
 
 
+def test_a_signal_waits_for_the_end_of_what_is_held() -> None:
+    after = []
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), closing_on_signals():
+        with signals_held() as came:
+            assert not came()
+            signal.raise_signal(signal.SIGTERM)
+            after.append(came())
+        after.append("not here")
+    assert after == [True]
+
+
 TWICE = """
 import subprocess, sys, time
 from rltrain.actors.interrupts import closing_on_signals, last_act
 child = [sys.executable, "-c", "import time; time.sleep(600)"]
-with closing_on_signals(), last_act(lambda: print("last act", flush=True)):
+with closing_on_signals(), last_act(lambda why: print("last act", flush=True)):
     nowhere = subprocess.DEVNULL
     started = subprocess.Popen(child, start_new_session=True, stdout=nowhere, stderr=nowhere)
     try:
@@ -175,6 +187,19 @@ with closing_on_signals(), last_act(lambda: print("last act", flush=True)):
         print("closing", flush=True)
         time.sleep(600)  # as long as what was started does not answer
 """
+
+
+def test_closing_that_takes_too_long_is_ended() -> None:
+    script = TWICE.replace("closing_on_signals(), ", "closing_on_signals(), grace(0.5), ")
+    command = [sys.executable, "-c", script.replace("import closing", "import grace, closing")]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+        assert process.stdout.read() == "closing\nlast act\n"
+        assert "and not closed within trainer.grace_s: every process" in process.stderr.read()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(("number", "name"), SIGNALS)

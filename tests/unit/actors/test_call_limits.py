@@ -1,6 +1,5 @@
 """A limit is learned from earlier calls of the same phase, and is never below the floor."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -67,18 +66,29 @@ def test_stacks_are_asked_of_those_alone_who_can_write_them(tmp_path: Path) -> N
             process.kill()
 
 
+def send(process: psutil.Process, number: int) -> None:
+    """Returns when it has had its effect."""
+    process.send_signal(number)
+    while (process.status() == psutil.STATUS_STOPPED) != (number == signal.SIGSTOP):
+        time.sleep(0.01)
+
+
 def test_what_is_stopped_for_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_processes, "STOPPED_S", 0.3)
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     looked_at = [psutil.Process(child.pid) for child in children]
     watch = Stopped()
     try:
-        os.kill(children[0].pid, signal.SIGSTOP)
+        send(looked_at[0], signal.SIGSTOP)
         assert watch.look(looked_at) == []
         time.sleep(0.4)
         assert watch.look(looked_at) == looked_at[:1]
         assert children[0].wait(10) == -signal.SIGKILL and children[1].poll() is None
         assert watch.look(looked_at) == []
+        for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP):
+            send(looked_at[1], number)
+            assert watch.look(looked_at) == []
+            time.sleep(0.2)
     finally:
         for child in children:
             child.kill()
