@@ -130,8 +130,9 @@ def _write(
             _commit_remote(remote, partial, entries)
         _commit(storage, partial, target, entries)
     except (OSError, RuntimeError) as error:  # a worker's error is an `ActorFailed`
+        had_begun = partial.is_dir()
         storage.discard(partial)
-        if remote is not None:
+        if remote is not None and had_begun:
             with suppress(RuntimeError):  # the next start removes it
                 remove_remote(remote)
         kind = DiskFull if is_full(error) else RuntimeError

@@ -28,6 +28,7 @@ from rltrain.controller.save_checkpoint import save, save_last
 from rltrain.tracking.jsonl import read_jsonl
 from tests.small_disk import on_small_disk
 from tests.unit.controller.test_checkpoint_storage import A, B, C, start
+from tests.unit.controller.test_checkpoint_storage import Group as RanksOnHosts
 from tests.unit.controller.test_crashes import Model, start_or_go_on
 from tests.unit.controller.test_run_checkpoint import MODEL, STATE, Group, names, storage, written
 
@@ -101,6 +102,22 @@ def test_a_remote_checkpoint_is_shared_out_over_the_ranks(tmp_path: Path) -> Non
     run.save(1, [B, C])
     needed = needed_by_disk(run.storage, [B, C], 0)
     assert needed.keys() == {B, C} and needed[B] == needed[C] > 0
+
+
+def test_what_is_at_the_url_stays_where_there_is_no_room(tmp_path: Path) -> None:
+    (tmp_path / "url").mkdir()
+    run = start(tmp_path, url=(tmp_path / "url").as_uri())
+    ranks: Any = RanksOnHosts(run.hosts, [B, C])
+    save_last(run.storage, 1, ranks, MODEL)
+    before = sorted(path for path in (tmp_path / "url").rglob("*"))
+    with pytest.raises(DiskFull, match="found too little"):
+        save_last(run.storage, 2, ranks, MODEL, 2**60)
+    assert sorted(path for path in (tmp_path / "url").rglob("*")) == before
+    with pytest.raises(DiskFull, match="step 3 not written"):
+        run.save(3, [B, C], error=NO_SPACE)
+    assert sorted(path for path in (tmp_path / "url").rglob("*") if path.is_file()) == [
+        path for path in before if path.is_file()
+    ]
 
 
 def test_the_plan_is_about_14_bytes_per_parameter() -> None:

@@ -1,11 +1,15 @@
 """The batches of supervised steps, and what the warm start takes of a run's configuration."""
 
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 import torch
 
 from rltrain.algorithms.reduce import Aggregation
 from rltrain.config import Config
-from rltrain.controller.sft import supervised_batch, warm_start_config
+from rltrain.controller.cluster.disks import Disks
+from rltrain.controller.sft import export, supervised_batch, warm_start_config
 from rltrain.controller.step_metrics import supervised_metrics
 from rltrain.data.problem import Problem
 from rltrain.policy.types import Updated
@@ -95,3 +99,32 @@ def test_the_warm_start_is_a_supervised_run_whatever_the_run_is() -> None:
     assert found.policy.parallel.world_size == 1
     assert (found.policy.recompute, found.cluster.call_timeout_s) == ("full", 7.0)
     assert torch.tensor(found.optimizer.lr) == torch.tensor(run.model.tiny.warm_start.lr)
+
+
+class Exporting:
+    """The policy, of which rank 0 writes on this node."""
+
+    nodes: ClassVar = ["127.0.0.1"]
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def export(self, path: str, dtype: str) -> None:
+        Path(path).mkdir()
+        (Path(path) / "model.safetensors").write_text(dtype)
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_export_that_has_no_room_leaves_the_older_one_alone(tmp_path: Path) -> None:
+    folder, disks = tmp_path / "model", Disks("127.0.0.1")
+    export(Exporting(), disks, folder, 1)  # type: ignore[arg-type]
+    (folder / "config.json").write_text("old")
+    full = RuntimeError("policy.export: No space left on device")
+    for policy, nbytes, said in ((Exporting(full), 1, "No space"), (Exporting(), 2**60, "needed")):
+        with pytest.raises(RuntimeError, match=said):
+            export(policy, disks, folder, nbytes)  # type: ignore[arg-type]
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert (folder / "config.json").read_text() == "old"
+    export(Exporting(), disks, folder, 1)  # type: ignore[arg-type]
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
