@@ -15,7 +15,7 @@ from rltrain.controller.checks.reward_trial import Trial
 from rltrain.controller.run_data import RunData
 from rltrain.data.problem import Problem, shorten
 from rltrain.data.source_report import SourceReport
-from rltrain.environments.pool import RewardResult
+from rltrain.environments.reward_sample import RewardResult
 
 STYLES = {"prompt": "cyan", "response": "green", "special": "bold magenta"}
 MOST_TOKENS = 400

@@ -3,13 +3,31 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rltrain.config.base import NotEmpty, Section
+from rltrain.config.environment import check_reward_env
 
 Positive = Annotated[int, Field(gt=0)]
 
 BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym")
+
+
+class RewardLimits(Section):
+    """Of each reward worker. null: no limit."""
+
+    memory_gib: Annotated[float, Field(gt=0)] | None = 32.0
+    """Private memory that a process may have (``RLIMIT_DATA``). Beyond it Python raises
+    MemoryError, which costs the sample. What CUDA reserves does not count."""
+    file_gib: Annotated[float, Field(gt=0)] | None = 16.0
+    """Size of a file that it may write (``RLIMIT_FSIZE``)."""
+    core_gib: Annotated[float, Field(ge=0)] | None = 0.0
+    """Size of a core dump (``RLIMIT_CORE``)."""
+    processes: Positive | None = 256
+    """Processes at once, the worker and all that it started. They are counted every second; the
+    worker is killed if there are more, which costs the sample."""
+    log_mib: Annotated[float, Field(gt=0)] | None = 4.0
+    """Size of ``logs/reward-N.log``. Beyond it the older half is cut."""
 
 
 class RewardConfig(Section):
@@ -31,6 +49,17 @@ class RewardConfig(Section):
     """The run stops if more than this share of the rewards of a step timed out or failed."""
     shuffle: bool = False
     """Permute the rewards over the step. Use it as a control experiment, which must not learn."""
+    limits: RewardLimits = RewardLimits()
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Environment variables of the workers beside the usual ones (docs/data.md): a value, or null
+    for the value that the run was started with. Secrets are never usual. Name them with null, e.g.
+    ``OPENAI_API_KEY: null``, so that no file of the run holds them."""
+
+    @field_validator("env")
+    @classmethod
+    def env_names_variables_and_holds_no_secret(cls, env: dict[str, Any]) -> dict[str, Any]:
+        check_reward_env(env)
+        return env
 
     @model_validator(mode="after")
     def the_function_is_built_in_or_in_a_file_or_module(self) -> Self:

@@ -1,4 +1,5 @@
-"""The environment variables of every actor: ``cluster.env``, and what the driver's own brings."""
+"""The environment variables of every actor, ``cluster.env`` and what the driver's own brings; and
+``data.reward.env``."""
 
 import re
 from collections.abc import Mapping
@@ -67,18 +68,49 @@ def check_env(env: Mapping[str, Any]) -> None:
         ValueError: a name or a value of ``cluster.env`` cannot be used. A value is never shown.
     """
     for name, value in env.items():
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"env.{name}: expected the name of an environment variable")
+        _check_name(name)
         if name in OWNED or name.startswith(OWNED_PREFIXES):
             raise ValueError(
                 f"env.{name}: the trainer or Ray sets it for each process: leave it out"
             )
         # A number is not redacted: experts_per_token is one.
         allowed, said = (str, "text") if is_secret(name) else (str | int, "text or an integer")
-        if isinstance(value, bool) or not isinstance(value, allowed):
+        _check_value(f"cluster.env.{name}", value, allowed, said)
+
+
+def check_reward_env(env: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a name or a value of ``data.reward.env`` cannot be used. A value is never shown.
+    """
+    for name, value in env.items():
+        _check_name(name)
+        if name == "PYTHONPATH":
             raise ValueError(
-                f"env.{name}: expected {said}, found {type(value).__name__}: write what programs "
-                f"shall read, such as \"cluster.env.{name}='1'\""
+                "env.PYTHONPATH: workers have the module search path of the run: set PYTHONPATH "
+                "where you start it"
             )
-        if "\0" in str(value):
-            raise ValueError(f"env.{name}: a value cannot hold the character NUL")
+        if value is None:
+            continue
+        if is_secret(name):
+            raise ValueError(
+                f"env.{name}: expected null, found a value: a configuration is no place for a "
+                f"secret. Export {name} where you start the run, and write null here to pass it on"
+            )
+        _check_value(f"data.reward.env.{name}", value, str | int, "text, an integer or null")
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"env.{name}: expected the name of an environment variable")
+
+
+def _check_value(key: str, value: object, allowed: Any, said: str) -> None:
+    name = key.rpartition(".")[2]
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise ValueError(
+            f"env.{name}: expected {said}, found {type(value).__name__}: write what programs "
+            f"shall read, such as \"{key}='1'\""
+        )
+    if "\0" in str(value):
+        raise ValueError(f"env.{name}: a value cannot hold the character NUL")

@@ -10,7 +10,8 @@ from rltrain.config.trainer import TrainerConfig
 from rltrain.controller.step_metrics import part_means
 from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
-from rltrain.environments.pool import RewardInput, RewardPool, RewardResult
+from rltrain.environments.pool import RewardPool
+from rltrain.environments.reward_sample import RewardInput, RewardResult
 from rltrain.rollout.generator import Generator
 from rltrain.rollout.requests import Rollout
 from rltrain.rollout.stop_strings import response_texts

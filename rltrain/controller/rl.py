@@ -62,7 +62,8 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
             engines.sleep(2)
         progress.phase("load_weights")
         policy = PolicyGroup(config, str(path), placed)
-        pool = stack.enter_context(RewardPool(config.data.reward))
+        assert placed.logs is not None
+        pool = stack.enter_context(RewardPool(config.data.reward, placed.logs))
         generator = Generator(engines.actors, config)
         prompts = PromptLoader(
             problems.train,

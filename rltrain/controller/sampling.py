@@ -14,7 +14,8 @@ from rltrain.controller.evaluation import rewarded_samples
 from rltrain.data.loader import PromptLoader
 from rltrain.data.problem import Problem
 from rltrain.data.prompts import Tokenizer
-from rltrain.environments.pool import RewardPool, RewardResult
+from rltrain.environments.pool import RewardPool
+from rltrain.environments.reward_sample import RewardResult
 from rltrain.rollout.generator import Generator, ResponseGroup, build_batch
 from rltrain.rollout.requests import request_seed
 from rltrain.tracking.timers import StepTimer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rltrain.algorithms.sequences import sequence_sum
 from rltrain.batch import Batch
-from rltrain.environments.pool import RewardResult
+from rltrain.environments.reward_sample import RewardResult
 from rltrain.policy.types import NO_FLIP, Agreement, Updated
 from rltrain.routing.links import Link
 

@@ -4,60 +4,32 @@ If a sample takes too long, its worker is killed with all processes that it star
 The sample then has no reward. Samples without a reward are counted; they never get a reward of 0.
 """
 
-import json
 import logging
+import sys
+import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
 from rltrain.config.data import RewardConfig
 from rltrain.config.error_codes import with_code
-from rltrain.environments.rewards import judgement
-from rltrain.environments.worker_process import WorkerProcess, wait
+from rltrain.config.redact import escape_control, strip_terminal_codes
+from rltrain.environments.pool_worker import PoolWorker
+from rltrain.environments.reward_sample import RewardInput, RewardResult, encode_sample
+from rltrain.environments.worker_process import wait
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
-BEGIN_TIMEOUT_S = 60.0
-"""Limit between giving samples to a worker and its message that it begins."""
 LONGEST_WAIT_S = 1.0
 MOST_FAILED_STARTS = 3
+"""Per worker of the pool, and in a row."""
 CHUNK = 32
 """Maximum samples per message to a worker. It keeps the share of round trips small for cheap
 rewards."""
-
-
-@dataclass(frozen=True)
-class RewardInput:
-    """The input of a reward function.
-
-    ``raw`` and ``clean`` are the response with and without its special tokens. ``prompt_id`` is
-    used only in messages."""
-
-    raw: str
-    clean: str
-    answer: Any
-    prompt: str
-    columns: dict[str, Any]
-    prompt_id: str
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """The result of a reward function for one response.
-
-    ``value`` is None unless ``status`` is ok. ``detail`` says why the status is not ok. ``correct``
-    is None if there is no value, or if neither configuration nor function says which rewards are
-    correct. ``parts`` are those numbers by name that the function returned beside the reward."""
-
-    value: float | None
-    status: Literal["ok", "timeout", "error"]
-    detail: str
-    seconds: float
-    correct: bool | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
+SHOWN_LINES, SHOWN_CHARACTERS = 20, 200
+"""Of the output in a dry run: its last lines, and the first characters of each."""
 
 
 class RewardPool:
@@ -68,25 +40,29 @@ class RewardPool:
             pool.poll()                # as often as possible, so that no worker is idle
         results = pool.collect()
 
+    A worker lives until the thread that made it ends, at the latest until its process does.
+
+    Args:
+        logs: the folder for ``reward-N.log``, the output of the workers
     Raises:
         ValueError: the reward function cannot be used; the message says why.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, logs: Path) -> None:
         self.config = config
+        self._logs = logs
         self.success_at = config.success_at
         self._samples: list[RewardInput] = []  # since the last ``collect``
         self._lines: dict[int, str] = {}  # by position in _samples, of those without a result
         self._queue: deque[int] = deque()  # positions of samples that no worker has
         self._results: dict[int, RewardResult] = {}
-        self._deaths: Counter[int] = (
-            Counter()
-        )  # by position: workers that died before they began it
-        self._failed_starts = 0  # in a row
-        self._workers: list[_Worker] = []
+        # by position: workers that ended and may not have been ended by it
+        self._deaths: Counter[int] = Counter()
+        self._failed_starts = 0  # in a row: workers that ended before they began a sample
+        self._workers: list[PoolWorker] = []
         try:
-            for _ in range(config.num_workers):  # start them all, then wait
-                self._workers.append(_Worker(config.function))
+            for slot in range(config.num_workers):  # start them all, then wait
+                self._workers.append(self._start(slot))
             while not all(worker.is_ready for worker in self._workers):
                 wait([worker.process for worker in self._workers], LONGEST_WAIT_S)
                 for worker in self._workers:
@@ -111,7 +87,7 @@ class RewardPool:
             ValueError: an answer or a column is not plain JSON; the message names it.
         """
         for position, sample in enumerate(samples, len(self._samples)):
-            self._lines[position] = _encoded(position, sample, self.config.text)
+            self._lines[position] = encode_sample(position, sample, self.config.text)
             self._queue.append(position)
         self._samples += samples
         self.poll()
@@ -136,15 +112,15 @@ class RewardPool:
         """Receive results, replace failed workers, and give samples to idle workers.
 
         Raises:
-            RuntimeError: workers fail to start repeatedly.
+            RuntimeError: workers fail repeatedly before they begin a sample.
         """
+        now = time.monotonic()
         for slot, worker in enumerate(self._workers):
-            self._results |= worker.listen(self.success_at)
-            failure = worker.failure(self.config.timeout_s)
-            if failure is None:
-                if worker.is_ready:
-                    self._failed_starts = 0
-            else:
+            results = worker.listen(self.success_at)
+            self._results |= results
+            if results or worker.has_begun:
+                self._failed_starts = 0
+            if failure := worker.failure(self.config.timeout_s, now):
                 self._replace(slot, worker, failure)
         for worker in self._workers:
             if worker.is_ready and not worker.assigned and self._queue:
@@ -163,29 +139,34 @@ class RewardPool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _start(self, slot: int) -> PoolWorker:
+        return PoolWorker(self.config, self._logs / f"reward-{slot}.log")
+
     def _wait(self) -> None:
         """Sleep until a worker sends a message or reaches its time limit."""
-        deadlines = [w.began + self.config.timeout_s for w in self._workers if w.began]
+        deadlines = [worker.deadline(self.config.timeout_s) for worker in self._workers]
         seconds = min([d - time.monotonic() for d in deadlines] + [LONGEST_WAIT_S])
         wait([worker.process for worker in self._workers], max(0.0, seconds))
 
-    def _replace(self, slot: int, worker: "_Worker", failure: RewardResult) -> None:
-        if not worker.is_ready:
+    def _replace(self, slot: int, worker: PoolWorker, failure: RewardResult) -> None:
+        if not worker.has_begun and (worker.assigned or not worker.is_ready):
             self._failed_starts += 1
-            if self._failed_starts == MOST_FAILED_STARTS:
+            if self._failed_starts == MOST_FAILED_STARTS * self.config.num_workers:
                 raise RuntimeError(
                     f"{self._failed_starts} times in a row: {failure.detail} [RL2010]"
                 )
-        elif worker.assigned:
-            first = worker.assigned[0]
-            # A worker that died before it began its first sample does not count against the
-            # sample, unless that happens twice.
-            self._deaths[first] += 1
-            if worker.began or self._deaths[first] == 2:
-                self._results[worker.assigned.pop(0)] = failure
-        self._queue.extendleft(reversed(worker.assigned))
+        waiting = list(worker.assigned)
+        if waiting:
+            # A worker that died before it began its first sample, or that wrote a message that was
+            # not due, does not count against the sample, unless that happens twice: a sample
+            # before it may have left a thread.
+            self._deaths[waiting[0]] += 1
+            is_its_fault = worker.has_begun and not worker.process.wrote_wrongly
+            if is_its_fault or self._deaths[waiting[0]] == 2:
+                self._results[waiting.pop(0)] = failure
+        self._queue.extendleft(reversed(waiting))
         worker.process.kill()
-        self._workers[slot] = _Worker(self.config.function)
+        self._workers[slot] = self._start(slot)
 
     def _check_failures(self, samples: Sequence[RewardInput], results: list[RewardResult]) -> None:
         failed = [i for i, result in enumerate(results) if result.status != "ok"]
@@ -209,121 +190,29 @@ class RewardPool:
 def dry_run(config: RewardConfig, samples: Sequence[RewardInput]) -> list[RewardResult]:
     """The result of each sample, however many fail. It serves to try a reward before a run.
 
+    What the function printed goes to standard error, at most its last lines.
+
     Raises:
         ValueError: the reward function cannot be used, or a sample is not plain JSON.
     """
-    with RewardPool(config.model_copy(update={"num_workers": 1, "max_failed_fraction": 1})) as pool:
-        return pool.score(samples)
-
-
-def _encoded(number: int, sample: RewardInput, text: Literal["raw", "clean"]) -> str:
-    """One sample in JSON. ValueError for values that JSON would change, such as tuples."""
-    ours = {
-        "prompt": sample.prompt,
-        "response_raw": sample.raw,
-        "response_clean": sample.clean,
-    }
-    for name, value in ({"answer": sample.answer} | sample.columns).items():
+    config = config.model_copy(update={"num_workers": 1, "max_failed_fraction": 1})
+    with tempfile.TemporaryDirectory(prefix="rltrain-reward-") as logs:
         try:
-            is_json = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError, RecursionError):
-            is_json = False
-        if not is_json:
-            raise ValueError(
-                f"prompt {sample.prompt_id[:12]}, column {name!r}: expected what JSON can hold "
-                "(text, finite numbers, true, false, null, lists, objects with text as keys), "
-                f"found {type(value).__name__} {str(value)[:80]!r}"
-                " [RL2004]"
-            )
-    response = sample.raw if text == "raw" else sample.clean
-    columns = sample.columns | ours
-    return json.dumps(
-        {"number": number, "response": response, "answer": sample.answer, "columns": columns}
-    )
+            with RewardPool(config, Path(logs)) as pool:
+                return pool.score(samples)
+        finally:
+            sys.stderr.write(_last_output(Path(logs), config.function))
 
 
-class _Worker:
-    """A worker process, its unfinished samples, and when it began the first of them."""
-
-    def __init__(self, function: str) -> None:
-        self.function = function
-        self.assigned: list[int] = []
-        self.began = 0.0
-        self.is_ready = False
-        self.success_at: float | None = None
-        self._unusable = ""
-        self._since = time.monotonic()  # start of the process, or of its last assignment
-        self.process = WorkerProcess("rltrain.environments.reward_worker", function)
-
-    def assign(self, positions: list[int], lines: list[str]) -> None:
-        self.assigned, self.began, self._since = positions, 0.0, time.monotonic()
-        self.process.send(f"[{', '.join(lines)}]")
-
-    def listen(self, success_at: float | None = None) -> dict[int, RewardResult]:
-        """The results that have arrived, by position."""
-        results: dict[int, RewardResult] = {}
-        for message in self.process.receive():
-            try:
-                self._take(message, success_at, results)
-            except (KeyError, TypeError, ValueError):
-                self.process.fault = f"its process wrote {str(message)[:200]!r}, which is no result"
-                break
-        return results
-
-    def _take(
-        self, message: dict[str, Any], success_at: float | None, results: dict[int, RewardResult]
-    ) -> None:
-        if not self.is_ready:
-            self._unusable = message.get("unusable", "")
-            if not self._unusable:
-                self.success_at = message["ready"]
-                self.is_ready = True
-        elif "began" in message:
-            self.began = float(message["began"])
-        else:
-            if not self.assigned or message["sample"] != self.assigned[0]:
-                raise ValueError("a result of another sample")
-            result = _result(message, float(message["clock"]) - self.began, success_at)
-            self.began = float(message["clock"])
-            results[self.assigned.pop(0)] = result
-
-    def start_failure(self) -> str:
-        """Why the worker cannot be used. Empty while it starts, and once it is ready."""
-        if self.is_ready:
-            return ""
-        if self._unusable:
-            return self._unusable
-        why = self.process.fault
-        if not why and time.monotonic() - self._since > START_TIMEOUT_S:
-            why = f"its process was not ready in {START_TIMEOUT_S:.0f} s"
-        return why and f"data.reward.function={self.function} cannot be started: {why}"
-
-    def failure(self, timeout_s: float) -> RewardResult | None:
-        """The failure of the worker, if it failed. The caller then replaces it."""
-        if not self.is_ready:
-            why = self.start_failure()
-            return RewardResult(None, "error", why, 0.0) if why else None
-        now = time.monotonic()
-        seconds = now - self.began if self.began else 0.0
-        if self.process.fault:
-            return RewardResult(None, "error", self.process.fault, seconds)
-        # An unread message may be the result of this sample, so it is no timeout yet.
-        if not self.assigned or self.process.has_message():
-            return None
-        if self.began and seconds > timeout_s:
-            detail = f"not done in data.reward.timeout_s={timeout_s} s"
-            return RewardResult(None, "timeout", detail, seconds)
-        if not self.began and now - self._since > BEGIN_TIMEOUT_S:
-            detail = f"its process did not begin in {BEGIN_TIMEOUT_S:.0f} s"
-            return RewardResult(None, "error", detail, seconds)
-        return None
-
-
-def _result(message: dict[str, Any], seconds: float, success_at: float | None) -> RewardResult:
-    if "error" in message:
-        return RewardResult(None, "error", str(message["error"]), seconds)
-    said = {name: message[name] for name in ("reward", "correct")}
-    value, correct, parts = judgement(message["parts"] | said)
-    if correct is None and success_at is not None:
-        correct = value >= success_at
-    return RewardResult(value, "ok", "", seconds, correct, parts)
+def _last_output(logs: Path, function: str) -> str:
+    """The end of what the workers printed, without what a terminal would obey; "" for nothing."""
+    texts = [file.read_text(errors="replace") for file in sorted(logs.glob("*.log"))]
+    lines = escape_control(strip_terminal_codes("".join(texts))).splitlines()
+    printed = [line[:SHOWN_CHARACTERS] for line in lines if line.strip() and line[:4] != "=== "]
+    if not printed:
+        return ""
+    shown = printed[-SHOWN_LINES:]
+    title = f"output of {function}"
+    if len(shown) < len(printed):
+        title += f", the last {len(shown)} of {len(printed)} lines"
+    return "".join(f"{line}\n" for line in [f"{title}:", *(f"  {line}" for line in shown)])

@@ -4,24 +4,28 @@ It reads and writes lines of JSON on one socket. At start it writes ``{"ready": 
 ``{"unusable": why}``. Then it reads lists of samples; for each list it writes ``{"began": clock}``
 and for each sample ``{"sample": number, "clock": clock}`` with ``reward``, ``correct`` and
 ``parts``, or with ``error``. Clocks are ``time.monotonic()``, which all processes of a machine
-share. So the time that a message waits to be read does not count against a limit."""
+share. So the time that a message waits to be read does not count against a limit. The process
+forks at once: the first one becomes the ``supervisor`` of the second, which runs the function."""
 
 import importlib
 import json
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rltrain.environments.rewards import Reward, declared_success, judgement, load_reward
-
-LONGEST_DETAIL = 2000
+from rltrain.environments.rewards import (
+    LONGEST_DETAIL,
+    Reward,
+    declared_success,
+    judgement,
+    load_reward,
+)
+from rltrain.environments.supervisor import Settings, supervise
 
 
 def serve(connection: socket.socket, name: str) -> None:
@@ -60,17 +64,11 @@ def _described(error: BaseException) -> str:
     return f"{last_line} ({at.filename}:{at.lineno}, in {at.name})"
 
 
-def _die_with_parent(parent: int) -> None:
-    """Kill this process group when the parent is gone: a killed pool cannot stop a hung reward."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    descriptor, parent, reward_name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    descriptor, reward_name = int(sys.argv[1]), sys.argv[3]
     os.set_inheritable(descriptor, False)  # processes that the reward starts must not get it
-    threading.Thread(target=_die_with_parent, args=(parent,), daemon=True).start()
+    supervise(Settings.from_json(sys.argv[2]), descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it may be killed
     with suppress(OSError):  # the pool is gone, or the reward function closed the socket
         serve(socket.socket(fileno=descriptor), reward_name)
     for stream in (sys.stdout, sys.stderr):

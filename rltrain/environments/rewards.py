@@ -22,6 +22,8 @@ Reward = Callable[..., Any]
 
 LARGEST = 3.4028234e38
 """Batches hold rewards in float32."""
+LONGEST_DETAIL = 2000
+"""Maximum characters of what is said about an error."""
 
 EXPECTED = (
     'expected a finite number (int, float, bool or a NumPy scalar) or {"reward": number, '

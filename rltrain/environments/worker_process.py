@@ -1,10 +1,9 @@
 """A worker process that exchanges lines of JSON on a socket. It is not trusted to behave well.
 
-It may hang, close its socket, leave a child process that keeps the socket open, write invalid JSON,
-or not end when it is killed. So every wait here has a time limit.
+It may hang, close its socket, leave processes that keep the socket open, write invalid JSON, or not
+end when it is killed. So every wait here has a time limit.
 """
 
-import json
 import logging
 import os
 import select
@@ -13,43 +12,54 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from signal import Signals
 from typing import Any
+
+from rltrain.environments.conversation import Lines
+from rltrain.environments.process_tree import kill_descendants
+from rltrain.environments.supervisor import TOO_MANY_PROCESSES, Settings
 
 logger = logging.getLogger(__name__)
 
 KILL_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 0.5
-LONGEST_LINE = 1 << 20
-"""Maximum bytes of one message of the process. Its messages are short."""
 STDERR = 2
 PIECE, MOST_PIECES = 1 << 16, 64
+"""Bytes that are read at once, and how often before the time limits are looked at."""
 
 
 class WorkerProcess:
-    """``python -m module SOCKET PARENT *arguments`` in its own session.
+    """``python -m module SOCKET SETTINGS *arguments`` below a supervisor in its own session.
 
     ``fault`` says what is wrong with the process. It is empty while nothing is. No message is
-    received from a process with a fault.
+    received from a process with a fault. ``wrote_wrongly`` says that it wrote what it should not.
+
+    Args:
+        environment: all variables of the process, besides the search path of its modules
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(
+        self, module: str, settings: Settings, environment: Mapping[str, str], *arguments: str
+    ) -> None:
         self.fault = ""
+        self.wrote_wrongly = False
+        self._settings = settings
         self._is_killed = False
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
-        self._received, self._unsent = bytearray(), bytearray()
+        self._lines, self._unsent = Lines(), bytearray()
         # A new interpreter is started. A fork would copy locks that threads of Ray and torch hold,
         # and the spawn method of multiprocessing would import the main module of the parent.
-        command = [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", module, str(theirs.fileno()), settings.to_json()]
+        modules = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self.process = subprocess.Popen(
             [*command, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,  # input of the terminal belongs to the run
-            stdout=STDERR,  # its output is not output of the run
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
-            start_new_session=True,  # so that its child processes are killed with it
+            stdout=STDERR,  # until the worker has its log
+            env={**environment, "PYTHONPATH": modules},
+            start_new_session=True,  # signals of the terminal are for the run
         )
         theirs.close()
 
@@ -69,42 +79,44 @@ class WorkerProcess:
         ended = self._has_ended()  # before reading, so that its last messages are read
         messages: list[dict[str, Any]] = []
         for _ in range(MOST_PIECES):
-            self._received += self._read()
-            *lines, rest = self._received.split(b"\n")
-            self._received = rest
-            messages += [message for line in lines if (message := self._parsed(line)) is not None]
-            if len(self._received) > LONGEST_LINE:
-                self.fault = f"its process wrote a message of more than {LONGEST_LINE} bytes"
-            if self.fault or not self.has_message():
+            messages += self._lines.feed(self._read())
+            if self._lines.fault:
+                self.refuse(self._lines.fault)
+            if self.fault or not self._has_unread():
                 break
         if self.fault or ended:
             self._end()
         return messages
 
-    def has_message(self) -> bool:
-        return not self.fault and _ready([(self.socket, select.POLLIN)], 0.0)
+    def refuse(self, what: str) -> None:
+        """Receive no more, for what it wrote."""
+        self.fault, self.wrote_wrongly = f"its process {what}", True
 
     def kill(self) -> None:
-        """Kill the process and all its child processes.
+        """Kill the process and all processes that it started.
 
-        A process that does not end within `KILL_TIMEOUT_S` is left behind, with an error in the
-        log."""
+        What does not end within `KILL_TIMEOUT_S` is left behind, with an error in the log."""
         if self._is_killed:
             return
         self._is_killed = True
-        # The process has not been reaped: its group id could otherwise be another group's by now.
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # The supervisor has not been reaped: its id could otherwise be another process's by now.
+        left = kill_descendants(self.process.pid, KILL_TIMEOUT_S)
+        try:
+            self.process.wait(EXIT_TIMEOUT_S)  # it writes the last output of its worker
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
         try:
             self.process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            left.append(self.process.pid)
+        self.socket.close()
+        if left:
             logger.error(
-                "process %d of a reward function did not end within %.0f s of SIGKILL; it is left "
-                "behind",
-                self.process.pid,
+                "processes %s of a reward function did not end within %.0f s of SIGKILL; they are "
+                "left behind",
+                ", ".join(map(str, left)),
                 KILL_TIMEOUT_S,
             )
-        self.socket.close()
 
     def _end(self) -> None:
         deadline = time.monotonic() + EXIT_TIMEOUT_S  # its socket closes before it has ended
@@ -112,11 +124,18 @@ class WorkerProcess:
             time.sleep(0.01)
         self.kill()
         if ended:
-            self.fault = f"its process ended with exit code {self.process.returncode}"
+            self.fault = f"its process {self._how_it_ended(self.process.returncode)}"
+
+    def _how_it_ended(self, code: int) -> str:
+        if code == TOO_MANY_PROCESSES:
+            return f"had more than data.reward.limits.processes={self._settings.processes}"
+        number = -code if code < 0 else code - 128
+        if number in {number.value for number in Signals}:
+            return f"was killed by {Signals(number).name}"
+        return f"ended with exit code {code}"
 
     def _has_ended(self) -> bool:
-        """Whether the process has ended. It stays a zombie, so that its group can still be
-        killed."""
+        """Whether the process has ended. It stays a zombie, so that its id is its own."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.process.pid, options) is not None
 
@@ -143,17 +162,8 @@ class WorkerProcess:
         except OSError:  # the process closed its end; the next read reports that
             self._unsent.clear()
 
-    def _parsed(self, line: bytearray) -> dict[str, Any] | None:
-        if self.fault:
-            return None
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            self.fault = f"its process wrote {bytes(line[:80])!r}, which is no message"
-            return None
-        return message
+    def _has_unread(self) -> bool:
+        return _ready([(self.socket, select.POLLIN)], 0.0)
 
 
 def wait(processes: Sequence[WorkerProcess], seconds: float) -> None:

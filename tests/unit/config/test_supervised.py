@@ -49,6 +49,7 @@ OTHER: dict[str, Any] = {
     "algorithm.dual_clip": 3.0,
     "critic.optimizer.min_lr": 1e-6,
     "critic.value_clip": None,
+    "data.reward.env": {"TZ": "UTC"},
     "data.reward.function": "math_verify",
     "rollout.engine_args": {"max_num_seqs": 8},
     "rollout.gpu_memory_utilization": 0.3,

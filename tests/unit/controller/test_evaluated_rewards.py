@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def evaluate(
     problems = [Problem((1,), f"p{i}", answer) for i, (answer, _) in enumerate(answers)]
     greedy: Any = Greedy({f"p{i}": found for i, (_, found) in enumerate(answers)})
     tracker: Any = Tracker()
-    with RewardPool(config.data.reward) as pool:
+    with TemporaryDirectory() as logs, RewardPool(config.data.reward, Path(logs)) as pool:
         evaluator = Evaluator(config, problems, greedy, pool, TOKENIZER, tracker)
         return evaluator.evaluate(step), tracker.rows
 

@@ -13,7 +13,7 @@ from rltrain.config import Config
 from rltrain.controller.evaluation import Evaluator, evaluation_metrics, rewarded_samples
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
-from rltrain.environments.pool import RewardInput, RewardResult
+from rltrain.environments.reward_sample import RewardInput, RewardResult
 from rltrain.rollout.requests import Rollout
 
 TOKENIZER = tiny_tokenizer()

@@ -15,7 +15,7 @@ from rltrain.controller.rollout_rows import keeps_rollouts, rollout_rows, whole_
 from rltrain.controller.sampling import Sampled
 from rltrain.data.problem import Problem
 from rltrain.data.tokenizer import EOS, tiny_tokenizer
-from rltrain.environments.pool import RewardResult
+from rltrain.environments.reward_sample import RewardResult
 
 TOKENIZER = tiny_tokenizer()
 RESPONSES = ["7" + EOS, "\u20ac8", "no", "3" + EOS]

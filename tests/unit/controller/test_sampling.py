@@ -16,7 +16,7 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import sampling
 from rltrain.controller.sampling import Sampler, teaching_rows
-from rltrain.environments.pool import RewardResult
+from rltrain.environments.reward_sample import RewardResult
 from rltrain.rollout.generator import ResponseGroup
 from rltrain.rollout.requests import Rollout
 from rltrain.tracking.timers import StepTimer

@@ -17,7 +17,7 @@ from rltrain.controller.stages import (
     with_token_rewards,
 )
 from rltrain.controller.step_metrics import reward_metrics, update_metrics
-from rltrain.environments.pool import RewardResult
+from rltrain.environments.reward_sample import RewardResult
 from rltrain.policy.types import Updated
 
 PROMPT, LENGTHS = 1, (3, 2, 4, 1)

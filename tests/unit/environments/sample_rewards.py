@@ -50,7 +50,10 @@ def act_out(response: str, answer: object, **columns: object) -> float:
     """Does what the response says."""
     what, _, number = response.partition(" ")
     connection = int(sys.argv[1]) if sys.argv[1:2] and sys.argv[1].isdigit() else -1
-    if what == "sleep":
+    if what == "hello":
+        sys.stdout.write("sees hello\n")
+        time.sleep(60)
+    elif what == "sleep":
         time.sleep(float(number))
     elif what == "hang":  # SIGTERM would not end this one
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,48 +1,23 @@
 """A reward that hangs or crashes costs its sample, not the run, and never becomes a zero."""
 
-import json
 import os
+import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from rltrain.config.data import RewardConfig
 from rltrain.environments import pool as pools
-from rltrain.environments import worker_process
-from rltrain.environments.pool import RewardInput, RewardPool, dry_run
-from rltrain.environments.worker_process import wait
+from rltrain.environments import pool_worker, process_tree, worker_process
+from rltrain.environments.pool import dry_run
+from rltrain.environments.pool_worker import PoolWorker
+from rltrain.environments.process_tree import descendants
+from rltrain.environments.reward_sample import RewardInput
+from tests.unit.environments.pool_case import gone, samples, worker_of
 
 
-@pytest.fixture(autouse=True)
-def import_from_this_folder(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
-def pool_of(function: str = "sample_rewards.act_out", **more) -> RewardPool:
-    settings = {"timeout_s": 5.0, "max_failed_fraction": 1.0, "num_workers": 1}
-    return RewardPool(RewardConfig(function=function, **(settings | more)))
-
-
-def samples(*responses: str) -> list[RewardInput]:
-    return [
-        RewardInput(response, response, None, "?", {}, f"id{i}")
-        for i, response in enumerate(responses)
-    ]
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended, within 5 s; a zombie has."""
-    for _ in range(100):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_results_come_in_order_whoever_finishes_first():
+def test_results_come_in_order_whoever_finishes_first(pool_of):
     with pool_of(num_workers=2) as pool:
         results = pool.score(samples("sleep 0.2", *(f"is {i}" for i in range(100))))
         again = pool.score(samples("is 7"))
@@ -52,7 +27,7 @@ def test_results_come_in_order_whoever_finishes_first():
     assert [r.value for r in again] == [7.0]
 
 
-def test_work_goes_on_while_more_is_submitted():
+def test_work_goes_on_while_more_is_submitted(pool_of):
     with pool_of(num_workers=2) as pool:
         pool.submit(samples("sleep 0.4", "is 1", "is 2"))
         deadline = time.monotonic() + 5
@@ -67,7 +42,7 @@ def test_work_goes_on_while_more_is_submitted():
         assert [r.value for r in pool.collect()] == [0.1]
 
 
-def test_no_samples_are_no_results():
+def test_no_samples_are_no_results(pool_of):
     with pool_of("exact") as pool:
         assert pool.score([]) == []
 
@@ -82,7 +57,7 @@ def test_a_reward_function_gets_prompt_answer_columns_and_both_texts():
 @pytest.mark.parametrize(
     "value", [(1, 2), float("nan"), float("inf"), b"x", {1: 2}, {"a": {1}}, [[object()]]]
 )
-def test_what_json_would_change_or_cannot_hold_is_refused(value):
+def test_what_json_would_change_or_cannot_hold_is_refused(pool_of, value):
     with pool_of("exact") as pool:
         for answer, columns, name in (("x", {"level": value}, "level"), (value, {}, "answer")):
             with pytest.raises(ValueError, match=f"prompt some id, column '{name}': expected what"):
@@ -90,7 +65,7 @@ def test_what_json_would_change_or_cannot_hold_is_refused(value):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_failed_sample_has_no_reward_and_its_neighbours_do(num_workers):
+def test_a_failed_sample_has_no_reward_and_its_neighbours_do(pool_of, num_workers):
     bad = ["hang", "exit 3", "raise lost", "nan", "text", "exit 0"]
     responses = [r for i, what in enumerate(bad) for r in (f"is {i}", what)]
     with pool_of(num_workers=num_workers, timeout_s=0.5) as pool:
@@ -135,7 +110,7 @@ HOSTILE = {
 }
 
 
-def test_whatever_a_reward_does_costs_its_own_sample_alone(tmp_path, capfd):
+def test_whatever_a_reward_does_costs_its_own_sample_alone(pool_of, tmp_path, capfd):
     responses = [r for i, what in enumerate(HOSTILE) for r in (what, f"is {i}", f"print {i}")]
     with pool_of(num_workers=3, timeout_s=4.0) as pool:
         results = pool.score(samples(*responses, f"fork {tmp_path / 'pid'}"))
@@ -148,73 +123,82 @@ def test_whatever_a_reward_does_costs_its_own_sample_alone(tmp_path, capfd):
     assert results[-1].detail == "its process ended with exit code 4"
     assert all(map(gone, [*pids, int((tmp_path / "pid").read_text())]))
     printed = capfd.readouterr()
-    assert "xxx" in printed.err and "xxx" not in printed.out
+    assert printed.err == printed.out == ""
+    assert any("xxx" in log.read_text() for log in tmp_path.glob("reward-?.log"))
 
 
-def test_a_worker_that_is_stopped_before_it_begins_is_replaced_and_nobody_is_blamed(monkeypatch):
-    monkeypatch.setattr(pools, "BEGIN_TIMEOUT_S", 0.5)
+def test_a_worker_that_stops_before_it_begins_is_replaced_and_nobody_is_blamed(
+    pool_of, monkeypatch
+):
+    monkeypatch.setattr(pool_worker, "BEGIN_TIMEOUT_S", 0.5)
     large = "is 1" + " " * 5_000_000  # more than the connection holds
     with pool_of(timeout_s=60.0) as pool:
-        os.kill(pool._workers[0].process.process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(pools, "_Worker", patient(monkeypatch))
+        os.kill(worker_of(pool), signal.SIGSTOP)
+        monkeypatch.setattr(pools, "PoolWorker", patient(monkeypatch))
         assert [r.value for r in pool.score(samples(large, "is 2"))] == [1.0, 2.0]
 
 
 def patient(monkeypatch):
     """Workers that are given the usual time."""
 
-    class Patient(pools._Worker):
-        def __init__(self, function):
-            super().__init__(function)
-            monkeypatch.setattr(pools, "BEGIN_TIMEOUT_S", 60.0)
+    class Patient(PoolWorker):
+        def __init__(self, config, log):
+            super().__init__(config, log)
+            monkeypatch.setattr(pool_worker, "BEGIN_TIMEOUT_S", 60.0)
 
     return Patient
 
 
-def test_a_sample_before_which_workers_end_twice_is_given_up(monkeypatch):
-    class Stopping(pools._Worker):
+def test_a_sample_before_which_workers_end_twice_is_given_up(pool_of, monkeypatch):
+    class Stopping(PoolWorker):
         def assign(self, positions, lines):
-            os.kill(self.process.process.pid, signal.SIGSTOP)
+            os.kill(descendants(self.process.process.pid)[0], signal.SIGSTOP)
             super().assign(positions, lines)
 
-    monkeypatch.setattr(pools, "BEGIN_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(pools, "_Worker", Stopping)
+    monkeypatch.setattr(pool_worker, "BEGIN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(pools, "PoolWorker", Stopping)
     with pool_of() as pool:
         (result,) = pool.score(samples("is 1"))
     assert (result.status, result.value) == ("error", None)
     assert result.detail == "its process did not begin in 0 s"
 
 
-def test_a_worker_that_stops_while_it_starts_is_refused(monkeypatch):
-    monkeypatch.setattr(pools, "START_TIMEOUT_S", 1.0)
+MODULE = {"SAMPLE_REWARDS": None}
+"""What the module does when it is imported."""
+
+
+def test_a_worker_that_stops_while_it_starts_is_refused(pool_of, monkeypatch):
+    monkeypatch.setattr(pool_worker, "START_TIMEOUT_S", 1.0)
     monkeypatch.setenv("SAMPLE_REWARDS", "stop")
     with pytest.raises(ValueError, match=r"act_out cannot be started: .* not ready in 1 s"):
-        pool_of()
+        pool_of(env=MODULE)
 
 
-def test_a_module_that_exits_and_leaves_a_thread_is_refused(monkeypatch):
+def test_a_module_that_exits_and_leaves_a_thread_is_refused(pool_of, monkeypatch):
     monkeypatch.setenv("SAMPLE_REWARDS", "exit")
     with pytest.raises(ValueError, match=r"SystemExit: 6 \(.*sample_rewards.py"):
-        pool_of()
+        pool_of(env=MODULE)
 
 
-def test_a_run_ends_when_no_worker_can_be_started_any_more(monkeypatch):
-    with pool_of() as pool:
+def test_a_run_ends_when_no_worker_can_be_started_any_more(pool_of, monkeypatch):
+    monkeypatch.setenv("SAMPLE_REWARDS", "")
+    with pool_of(env=MODULE) as pool:
         monkeypatch.setenv("SAMPLE_REWARDS", "exit")
         with pytest.raises(RuntimeError, match=r"3 times in a row: .*SystemExit: 6"):
             pool.score(samples("exit 1", "is 1"))
 
 
-def test_a_process_that_the_kernel_keeps_does_not_hold_the_run_up(monkeypatch, caplog):
+def test_a_process_that_the_kernel_keeps_does_not_hold_the_run_up(pool_of, monkeypatch, caplog):
     monkeypatch.setattr(worker_process, "KILL_TIMEOUT_S", 0.2)
     with pool_of(timeout_s=0.5) as pool:
-        kept = pool._workers[0].process.process.pid
+        kept = worker_of(pool)
         with monkeypatch.context() as patch:
-            patch.setattr(worker_process.os, "killpg", lambda group, number: None)
+            patch.setattr(process_tree.os, "kill", lambda pid, number: None)
             results = pool.score(samples("hang", "is 1"))
     assert [r.status for r in results] == ["timeout", "ok"]
-    assert f"process {kept} of a reward function did not end" in caplog.text
-    os.killpg(kept, signal.SIGKILL)
+    assert re.search(f"processes {kept}, .* of a reward function did not end", caplog.text)
+    os.kill(kept, signal.SIGKILL)
+    assert gone(kept)
 
 
 @pytest.mark.parametrize(
@@ -234,27 +218,27 @@ def test_a_process_that_the_kernel_keeps_does_not_hold_the_run_up(monkeypatch, c
     ],
 )
 def test_correct_is_what_is_said_or_what_reaches_the_threshold(
-    function, success_at, responses, correct
+    pool_of, function, success_at, responses, correct
 ):
     with pool_of(function, success_at=success_at) as pool:
         given = [RewardInput(r, r, "y", "?", {}, "id") for r in responses]
         assert [result.correct for result in pool.score(given)] == correct
 
 
-def test_the_parts_of_a_reward_arrive_with_it():
+def test_the_parts_of_a_reward_arrive_with_it(pool_of):
     with pool_of("sample_rewards.graded") as pool:
         texts = ['{"reward": 0.5, "format": np.float32(0.25), "length": -3}', "0.5"]
         results = pool.score([RewardInput(r, r, "y", "?", {}, "id") for r in texts])
     assert [result.parts for result in results] == [{"format": 0.25, "length": -3.0}, {}]
 
 
-def test_the_clock_starts_with_the_work_not_in_the_queue():
+def test_the_clock_starts_with_the_work_not_in_the_queue(pool_of):
     with pool_of(timeout_s=0.6) as pool:
         results = pool.score(samples(*["sleep 0.3"] * 5))
     assert [r.status for r in results] == ["ok"] * 5
 
 
-def test_a_pool_that_was_not_looking_does_not_turn_results_into_timeouts(monkeypatch):
+def test_a_pool_that_was_not_looking_does_not_turn_results_into_timeouts(pool_of, monkeypatch):
     with pool_of(timeout_s=0.5) as pool:
         look = pool._wait
         monkeypatch.setattr(pool, "_wait", lambda: (look(), time.sleep(1.0)))
@@ -262,18 +246,7 @@ def test_a_pool_that_was_not_looking_does_not_turn_results_into_timeouts(monkeyp
     assert [r.value for r in results] == [1.0, 2.0]
 
 
-def test_a_result_that_waits_to_be_read_is_no_timeout():
-    with pool_of() as pool:
-        worker = pool._workers[0]
-        line = {"number": 0, "response": "is 1", "answer": None, "columns": {}}
-        worker.assign([0], [json.dumps(line)])
-        wait([worker.process], 5.0)
-        worker.began = time.monotonic() - 100.0
-        assert worker.failure(timeout_s=5.0) is None
-        worker.process.kill()
-
-
-def test_a_killed_worker_takes_what_it_started_with_it(tmp_path):
+def test_a_killed_worker_takes_what_it_started_with_it(pool_of, tmp_path):
     with pool_of(timeout_s=0.5) as pool:
         hung = pool._workers[0].process.process.pid
         (result,) = pool.score(samples(f"spawn {tmp_path / 'pid'}"))
@@ -281,20 +254,20 @@ def test_a_killed_worker_takes_what_it_started_with_it(tmp_path):
     assert gone(hung) and gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_worker_that_dies_between_steps_is_replaced_and_nobody_is_blamed():
+def test_a_worker_that_dies_between_steps_is_replaced_and_nobody_is_blamed(pool_of):
     with pool_of() as pool:
         os.kill(pool._workers[0].process.process.pid, signal.SIGKILL)
         assert gone(pool._workers[0].process.process.pid)
         assert [r.value for r in pool.score(samples("is 1", "is 2"))] == [1.0, 2.0]
 
 
-def test_closing_ends_every_process():
+def test_closing_ends_every_process(pool_of):
     with pool_of(num_workers=2) as pool:
         pids = [worker.process.process.pid for worker in pool._workers]
     assert all(map(gone, pids))
 
 
-def test_too_many_failures_stop_the_run_and_name_the_first():
+def test_too_many_failures_stop_the_run_and_name_the_first(pool_of):
     responses = samples("is 1", "raise lost", "is 2", "is 3")
     with pool_of(max_failed_fraction=0.25) as pool:
         assert pool.score(responses)[1].value is None
@@ -308,12 +281,12 @@ def test_too_many_failures_stop_the_run_and_name_the_first():
         pool.score(responses)
 
 
-def test_a_function_that_cannot_be_imported_is_refused_at_start():
+def test_a_function_that_cannot_be_imported_is_refused_at_start(pool_of):
     with pytest.raises(ValueError, match=r"broken_module.f cannot be imported: RuntimeError: no"):
         pool_of("broken_module.f")
 
 
-def test_math_verify_runs_in_a_worker():
+def test_math_verify_runs_in_a_worker(pool_of):
     with pool_of("math_verify", timeout_s=30.0) as pool:
         results = pool.score([RewardInput(r"\boxed{\frac12}", "", "0.5", "?", {}, "id")])
     assert results[0].value == 1.0

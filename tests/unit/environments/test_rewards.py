@@ -3,21 +3,14 @@
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import reasoning_gym as gym
 import torch
 
-from rltrain.config.data import RewardConfig
-from rltrain.environments.pool import RewardInput, RewardPool
+from rltrain.environments.reward_sample import RewardInput
 from rltrain.environments.rewards import exact, judgement, load_reward, math_verify, reasoning_gym
-
-
-@pytest.fixture(autouse=True)
-def import_from_this_folder(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +164,9 @@ def test_a_file_is_imported_with_its_neighbours_and_shadows_no_library(my_run):
     assert sys.modules.get("torch") is before
 
 
-def test_a_file_is_found_from_the_process_that_computes_rewards(my_run):
+def test_a_file_is_found_from_the_process_that_computes_rewards(my_run, pool_of):
     sample = RewardInput("x", "x", None, "?", {}, "id")
-    with RewardPool(RewardConfig(function="torch.py:score", num_workers=1)) as pool:
+    with pool_of("torch.py:score") as pool:
         assert [result.value for result in pool.score([sample])] == [2]
 
 
