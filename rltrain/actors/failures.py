@@ -12,6 +12,7 @@ import ray
 from ray._private import state
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import (
+    GetTimeoutError,
     RayActorError,
     RayError,
     RayTaskError,
@@ -25,9 +26,14 @@ from rltrain.actors.last_error import last_error, last_line, strip_ray_frames
 from rltrain.actors.run_nodes import dump_stacks, fetch_logs, lost_node, memory_of, several_nodes
 from rltrain.config.error_codes import with_code
 from rltrain.config.redact import strip_terminal_codes
+from rltrain.parallel.rendezvous import within
 
 POLL_S = 5.0
 """How often a wait checks whether another actor of the run has died."""
+FETCH_S = 60.0
+"""Limit of the way of an answer that is there: to this process, from its own node."""
+GCS_S = 60.0
+"""Limit of an answer of Ray's control service."""
 DEATH_NOTICE_S = 5.0
 """How long after a failure the death of another actor may be reported as its cause."""
 NEAR_THE_END = 30
@@ -109,7 +115,7 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
         done, waiting = ray.wait(waiting, timeout=max(0.0, min(POLL_S, left)))
         for ref in done:
             try:
-                answers[ref] = ray.get(ref)
+                answers[ref] = ray.get(ref, timeout=FETCH_S)
             except RayError as error:
                 raise call_failure(error, call, others=waiting) from error
         if not done:
@@ -123,11 +129,16 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
 def check_others(call: AwaitedCall, since: float) -> None:
     """
     Raises:
-        ActorFailed: a node of the run was lost, or another actor has died since then, in seconds
-            since 1970.
+        ActorFailed: a node of the run was lost, another actor has died since then, in seconds since
+            1970, or Ray does not say so.
     """
     check_nodes(call)
-    if dead := describe_deaths(since):
+    try:
+        dead = describe_deaths(since)
+    except TimeoutError as error:
+        silent = f"Ray's control service (GCS) did not answer within {GCS_S:g} s: see {_logs()}"
+        raise ActorFailed("silent", str(call), silent) from error
+    if dead:
         raise ActorFailed("died", str(call), dead[0])
 
 
@@ -151,7 +162,7 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
         done, _ = ray.wait(list(others), num_returns=len(others), timeout=DEATH_NOTICE_S)
         for ref in done:
             try:
-                ray.get(ref)
+                ray.get(ref, timeout=FETCH_S)
             except RayActorError as death:
                 error = death
                 break
@@ -162,6 +173,9 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
         return ActorFailed("died", str(call), lost)
     if isinstance(error, RayTaskError):
         return ActorFailed("raised", str(call), _raised(call.role, error))
+    if isinstance(error, GetTimeoutError):
+        late = f"it has answered, and nothing arrived within {FETCH_S:g} s: see `ray status`"
+        return ActorFailed("silent", str(call), late)
     if isinstance(error, UnserializableException):  # of a class that is unknown here, say
         cause = last_error(str(error))
         return ActorFailed(
@@ -246,11 +260,15 @@ def describe_deaths(since: float) -> list[str]:
 
     Args:
         since: deaths from then on, in seconds since 1970
+    Raises:
+        TimeoutError: Ray does not answer.
     """
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     dead = [
         (actor, actor["DeathCause"].actor_died_error_context)
-        for actor in state.actors(job_id=job, actor_state_name="DEAD").values()
+        for actor in within(
+            GCS_S, lambda: state.actors(job_id=job, actor_state_name="DEAD")
+        ).values()
         if actor["EndTime"] >= 1000 * since
     ]
     by_itself = [

@@ -22,6 +22,9 @@ from rltrain.routing.codec import RouteIds
 from rltrain.routing.integrity import CheckedRoutes
 from rltrain.routing.objects import pack_routes
 
+PUT_S = 300.0
+"""How long a store may take to take the routes of a call, which are on its node."""
+
 
 class _RouteStore:
     """Owns the objects that it puts, until no reference to them is left."""
@@ -46,8 +49,8 @@ async def store_routes(
     """Put the routes of a step on this node and return a reference for each sample.
 
     Raises:
-        RuntimeError: this node has no store, its store died, or there is no room for the routes;
-            with the node's address.
+        RuntimeError: this node has no store, its store died or does not answer, or there is no room
+            for the routes; with the node's address.
     """
     objects, refs = await asyncio.to_thread(
         pack_routes,
@@ -73,7 +76,14 @@ async def _put(objects: list[RouteIds], capture: RouteCapture) -> tuple[str, lis
             " [RL5008]"
         )
     try:
-        node, handles = await store.put.remote(objects)
+        node, handles = await asyncio.wait_for(store.put.remote(objects), PUT_S)
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"the route store of node {here} did not take the routes within {PUT_S:g} s: it or "
+            "Ray's object store there is stuck. Look at `ray status` and at the load of that "
+            "node, then start the run again: it goes on from its last checkpoint"
+            " [RL5008]"
+        ) from error
     except RayActorError as error:
         raise RuntimeError(
             f"the route store of node {here} is dead, and with it the routes that it held: "

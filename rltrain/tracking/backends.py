@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rltrain.config.trainer import TrackingConfig
+from rltrain.parallel.rendezvous import within
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,9 @@ Rows = Sequence[Mapping[str, Any]]
 RETRY_S = 60.0
 """Seconds in which a call that failed is not made again: a server that is down must not slow the
 steps."""
+
+LIMITS_S = {"start": 300.0, "log": 120.0, "samples": 120.0, "alert": 120.0, "finish": 600.0}
+"""How long a call may take. The library of a tracker may wait for its server for ever."""
 
 
 class Backend(Protocol):
@@ -40,7 +44,8 @@ class Backend(Protocol):
 
 class Copy:
     """A backend that cannot end the run: a failing call is a warning once, and is not repeated for
-    ``RETRY_S`` seconds. What was missed stays missing in the tracker.
+    ``RETRY_S`` seconds. After a call that does not return in time there are no others. What was
+    missed stays missing in the tracker.
 
     Args:
         start: begins the run there; called again later if it fails
@@ -52,6 +57,7 @@ class Copy:
         self._backend: Backend | None = None
         self._retry_at: dict[str, float] = {}  # by call, of those that have failed
         self._missed = 0
+        self._is_stuck = False
         self._try("start", lambda backend: None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,27 +82,33 @@ class Copy:
     def _try(self, call: str, action: Callable[[Backend], None]) -> None:
         # Nothing can be called on a run that did not start.
         blocked_by = call if self._backend is not None else "start"
-        if time.monotonic() < self._retry_at.get(blocked_by, 0.0):
+        if self._is_stuck or time.monotonic() < self._retry_at.get(blocked_by, 0.0):
             self._missed += 1
             return
+        began, limit = time.monotonic(), LIMITS_S[blocked_by]
         try:
-            if self._backend is None:
-                self._backend = self._start()
-            action(self._backend)
+            within(limit, lambda: self._call(action))
         except Exception as error:  # a library, its files and a network: anything may be raised
             self._missed += call != "start"
-            if blocked_by not in self._retry_at:
+            self._is_stuck = time.monotonic() - began >= limit  # its thread goes on
+            if blocked_by not in self._retry_at or self._is_stuck:
                 logger.warning(
-                    "%s failed (%s: %s: %s). The run goes on and its files are complete; %s is "
-                    "tried again every %.0f s, without further warnings",
+                    "%s failed (%s: %s: %s). The run goes on and its files are complete; %s is %s",
                     self.name,
                     call,
                     type(error).__name__,
                     error,
                     self.name,
-                    RETRY_S,
+                    f"not called any more after {limit:.0f} s without an answer"
+                    if self._is_stuck
+                    else f"tried again every {RETRY_S:.0f} s, without further warnings",
                 )
             self._retry_at[blocked_by] = time.monotonic() + RETRY_S
+
+    def _call(self, action: Callable[[Backend], None]) -> None:
+        if self._backend is None:
+            self._backend = self._start()
+        action(self._backend)
 
 
 def start_copies(

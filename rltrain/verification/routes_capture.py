@@ -3,9 +3,9 @@
 import sys
 import tempfile
 
-import ray
 import torch
 
+from rltrain.actors.failures import AwaitedCall, get_all
 from rltrain.config import Config
 from rltrain.controller.cluster.ray_cluster import cluster
 from rltrain.controller.cluster.route_stores import start_route_stores
@@ -36,9 +36,13 @@ def capture(model: str, source: TokenSource, dtype: str, out: str) -> int:
             longest = max(map(len, tokens))
             spec = EngineSpec(str(folder), config.rollout, longest, 0, placed.device, route_capture)
             engine, ready = start_engine(spec, **placed.engine_options(0))
-            ray.get(ready)
+            start = AwaitedCall("rollout", "start", "cluster.start_timeout_s")
+            get_all([ready], start, config.cluster.start_timeout_s)
             requests = [Request(sequence, 0, f"{n}", 0) for n, sequence in enumerate(tokens)]
-            refs = [rollout.routes for rollout in ray.get(engine.generate.remote(requests, ONE))]
+            sent = engine.generate.remote(requests, ONE)
+            call = AwaitedCall("rollout", "generate")
+            (rollouts,) = get_all([sent], call, config.cluster.call_timeout_s)
+            refs = [rollout.routes for rollout in rollouts]
             fetched = torch.from_numpy(fetch_routes(refs, arch.moe_layers))
     # The last row of each sequence is the sampled token's. The engine has not read it: left out.
     parts = [part[:-1] for part in fetched.split([len(sequence) + 1 for sequence in tokens])]

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rltrain.actors import node_files
+from rltrain.actors.failures import FETCH_S
 from rltrain.actors.run_nodes import lost_node
 from rltrain.config import Config
 
@@ -92,7 +93,7 @@ class Disks:
                     "see `ray status`, or raise cluster.call_timeout_s [RL4022]"
                 )
         try:
-            return ray.get(answer)
+            return ray.get(answer, timeout=FETCH_S)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             raise self._named(node, cause) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rltrain.actors.failures import NODE_DIED
 from rltrain.actors.log_pieces import append_piece
@@ -154,9 +154,11 @@ class Heartbeat:
         assert node.asked is not None
         asked, node.asked = node.asked, None
         try:
-            beat: Beat = ray.get(ref)
+            beat: Beat = ray.get(ref, timeout=BEAT_S)
         except RayActorError as error:
             node.lost = f"node {address} is lost: {_reason(error)} [RL4020]"
+            return
+        except GetTimeoutError:  # it is silent
             return
         except RayError as error:  # the node answers, though not with what was asked
             logger.warning("node %s: no logs for now: %s", address, error)

@@ -10,6 +10,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
 
+from rltrain.actors.failures import FETCH_S
 from rltrain.config import Config
 from rltrain.controller.checks import node_facts
 from rltrain.controller.checks.engine_guards import VARIABLES
@@ -93,7 +94,7 @@ def collect_facts(
     received, facts = time.time(), {}
     for node, ref in refs.items():
         try:
-            facts[node] = dict(ray.get(ref))
+            facts[node] = dict(ray.get(ref, timeout=FETCH_S))
         except RayError as error:
             text = " ".join(str(error).split())[-500:]
             raise RuntimeError(f"node {node} cannot say what it has: {text} [RL4022]") from error

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rltrain.actors.actor_log import token_file
+from rltrain.actors.failures import FETCH_S
 from rltrain.actors.node_agent import Agent, Watched
 from rltrain.actors.process_start import secrets_kept
 from rltrain.actors.run_nodes import lost_node, nodes_known
@@ -85,7 +86,7 @@ def _answers(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
             "raise cluster.start_timeout_s [RL4022]"
         )
     try:
-        return {node: ray.get(ref) for node, ref in refs.items()}
+        return {node: ray.get(ref, timeout=FETCH_S) for node, ref in refs.items()}
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from error
     except RayError as error:

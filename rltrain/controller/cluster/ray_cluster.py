@@ -1,5 +1,6 @@
 """The Ray cluster and what each actor gets of it."""
 
+import atexit
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
 from rltrain.controller.cluster.ray_start import HostState, check_address, send_token, start_failure
 from rltrain.controller.cluster.reservation import Reservation, in_bundle, reserve
+from rltrain.parallel.rendezvous import within
 from rltrain.planning.node_layout import NodeLayout
 from rltrain.planning.nodes import LOCAL, Slot
 from rltrain.planning.placement import Placement
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 OVERRIDE_ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 """At 1, the default of old versions, Ray shows no GPU at all to an actor it counts none for."""
+
+SHUTDOWN_S = 60.0
+"""How long the end of a run waits for Ray to end."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ def running_ray(address: str | None) -> Iterator[None]:
             **({} if address else local),
         )
     except Exception as error:  # Ray raises that class itself
-        ray.shutdown()  # what it did start
+        _end_ray()  # what it did start
         raise start_failure(error, address, HostState.now()) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
@@ -234,7 +239,17 @@ def _closing_ray() -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        _end_ray()
+
+
+def _end_ray() -> None:
+    try:
+        within(SHUTDOWN_S, ray.shutdown)
+    except TimeoutError:
+        atexit.unregister(ray.shutdown)  # it would wait for the one that goes on
+        logger.error(
+            "Ray did not end within %.0f s: its processes are ended with this one", SHUTDOWN_S
+        )
 
 
 def _link_logs(run_dir: Path) -> None:

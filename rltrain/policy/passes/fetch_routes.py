@@ -5,13 +5,16 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
 from rltrain.actors.node import node_address
 from rltrain.batch import RouteRef
 from rltrain.routing.codec import RouteIds
 from rltrain.routing.links import FetchedObjects
 from rltrain.routing.objects import assemble_routes, blocks_of
+
+LIMIT_S = 600.0
+"""How long the objects of a call may take to arrive."""
 
 
 def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> RouteIds:
@@ -37,7 +40,8 @@ def fetch_and_count(
         uint8 or int16  # [N, len(layers), K]
     Raises:
         ValueError: when an object differs from what its reference says.
-        RuntimeError: when an object is lost with its node, or there is no room for it.
+        RuntimeError: when an object is lost with its node or does not come within `LIMIT_S`, or
+            there is no room for it.
     """
     wanted = [{block: ref.blocks[block] for block in blocks_of(ref, layers)} for ref in refs]
     owners = {
@@ -74,7 +78,15 @@ def _get(owners: Mapping[Any, str]) -> dict[Any, RouteIds]:
     """
     handles = list(owners)
     try:
-        return dict(zip(handles, ray.get(handles), strict=True))
+        return dict(zip(handles, ray.get(handles, timeout=LIMIT_S), strict=True))
+    except GetTimeoutError as error:
+        raise RuntimeError(
+            f"expected {len(handles)} objects of routes on node {node_address()} within "
+            f"{LIMIT_S:g} s, and not all have come from {', '.join(sorted(set(owners.values())))}: "
+            "a route store or the network to it is stuck. Look at `ray status`, then start the run "
+            "again: it goes on from its last checkpoint"
+            " [RL5008]"
+        ) from error
     except ObjectLostError as error:
         lost = {handle.hex(): node for handle, node in owners.items()}
         node = lost.get(error.object_ref_hex, ", ".join(sorted(set(lost.values()))))

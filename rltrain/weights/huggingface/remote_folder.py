@@ -4,6 +4,7 @@ Credentials are those that fsspec finds by itself, in the environment or in its 
 never part of a URL.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,9 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rltrain.parallel.rendezvous import within
+
 T = TypeVar("T")
 THREADS = 8
 """Files of one process on their way at once."""
+ANSWER_S = 300.0
+"""How long the storage may take to answer."""
+SLOWEST = 2**20
+"""Bytes per second, of all files of one call together, that are not taken for a standstill."""
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs"}
 """Object stores, and what fsspec needs for them."""
 
@@ -26,7 +33,7 @@ def is_url(path: str | Path) -> bool:
 class RemoteFolder:
     """Names are relative to ``url`` and have "/" between their parts.
 
-    Every method raises ``RuntimeError`` if the storage refuses or cannot be reached, and
+    Every method raises ``RuntimeError`` if the storage refuses, cannot be reached or is silent, and
     ``ValueError`` if its package is not installed.
     """
 
@@ -44,7 +51,7 @@ class RemoteFolder:
             found = fs.find(root, detail=True)
             return {name[len(root) :].strip("/"): int(info["size"]) for name, info in found.items()}
 
-        return self._call("list", find)
+        return self._ask("list", find)
 
     def put(self, files: Mapping[str, Path]) -> None:
         """Upload local files, several at a time."""
@@ -54,7 +61,7 @@ class RemoteFolder:
             self._make_parent(name)
             fs.put_file(str(files[name]), f"{root}/{name}")
 
-        self._each("write", upload, files)
+        self._each("write", upload, files, sum(file.stat().st_size for file in files.values()))
 
     def get(self, files: Mapping[str, Path]) -> None:
         """Download to local files, several at a time."""
@@ -64,7 +71,8 @@ class RemoteFolder:
             files[name].parent.mkdir(parents=True, exist_ok=True)
             fs.get_file(f"{root}/{name}", str(files[name]))
 
-        self._each("read", download, files)
+        sizes = self.sizes()
+        self._each("read", download, files, sum(sizes.get(name, 0) for name in files))
 
     def write(self, name: str, data: bytes) -> None:
         def write() -> None:
@@ -72,14 +80,14 @@ class RemoteFolder:
             self._make_parent(name)
             fs.pipe_file(f"{root}/{name}", data)
 
-        self._call("write", write)
+        self._ask("write", write)
 
     def read(self, name: str) -> bytes:
         def read() -> bytes:
             fs, root = self._open
             return bytes(fs.cat_file(f"{root}/{name}"))
 
-        return self._call("read", read)
+        return self._ask("read", read)
 
     def remove(self, names: Iterable[str]) -> None:
         """Those that are there; others are no error."""
@@ -90,7 +98,7 @@ class RemoteFolder:
             if present:
                 fs.rm(present)
 
-        self._call("remove", remove)
+        self._ask("remove", remove)
 
     def _make_parent(self, name: str) -> None:
         if self.url.partition("://")[0] in PACKAGES:  # it has no folders, and would make a bucket
@@ -98,10 +106,18 @@ class RemoteFolder:
         fs, root = self._open
         fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
 
-    def _each(self, what: str, work: Callable[[str], None], names: Iterable[str]) -> None:
+    def _each(
+        self, what: str, work: Callable[[str], None], names: Iterable[str], nbytes: int
+    ) -> None:
+        end = time.monotonic() + ANSWER_S + nbytes / SLOWEST
+
+        def one(name: str) -> None:
+            # In a further thread, as the process could not end with those of the pool.
+            within(max(0.0, end - time.monotonic()), lambda: work(name))
+
         def all_of_them() -> None:
             with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(work, names))
+                list(pool.map(one, names))
 
         self._call(what, all_of_them)
 
@@ -111,6 +127,9 @@ class RemoteFolder:
 
         fs, root = fsspec.url_to_fs(self.url)
         return fs, str(root).rstrip("/")
+
+    def _ask(self, what: str, work: Callable[[], T]) -> T:
+        return self._call(what, lambda: within(ANSWER_S, work))
 
     def _call(self, what: str, work: Callable[[], T]) -> T:
         protocol = self.url.partition("://")[0]
