@@ -1,15 +1,22 @@
 """Routes through Ray's real object store, at every width, to ranks that own some of the layers."""
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
+from ray._private import state
 
+from rltrain.policy.passes import fetch_routes as fetching
 from rltrain.policy.passes.fetch_routes import fetch_routes
+from rltrain.rollout import route_store
 from rltrain.rollout.launch import RouteCapture
 from rltrain.rollout.route_store import store_here, store_routes
 from rltrain.routing.codec import decode
@@ -47,3 +54,35 @@ def test_what_was_captured_is_what_is_fetched(
         assert len(experts) == len(ids) and not found[-1].any()
         assert np.array_equal(experts[:there], ids[:there, list(layers)])
         assert all(len(set(row)) == 3 for row in experts.reshape(-1, 3).tolist())
+
+
+def captured(store: Any) -> Any:
+    shape = RouteShape(1, (0,), 4, experts_per_token=2)
+    capture = RouteCapture(shape, store, (1,), "error")
+    ids = np.array([[[0, 1]], [[2, 3]]])
+    routes = check_routes([ids], [range(3)], shape, ["a"], "vLLM", capture.fallback)
+    return store_routes(routes, capture, weight_version=0, producer="vLLM")
+
+
+def test_objects_that_do_not_come_are_an_error_in_time(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (ref,) = asyncio.run(captured(store))
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote()
+    monkeypatch.setattr(fetching, "LIMIT_S", 0.5)
+    with pytest.raises(RuntimeError, match=r"within 0.5 s, and not all have come from .*RL5008"):
+        fetch_routes([replace(ref, blocks=(never,))], (0,))
+    ray.cancel(never, force=True)
+
+
+def test_a_store_that_does_not_answer_is_an_error_in_time(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pid,) = {actor["Pid"] for actor in state.actors(actor_state_name="ALIVE").values()}
+    monkeypatch.setattr(route_store, "PUT_S", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RuntimeError, match=r"did not take the routes within 0.5 s.*RL5008"):
+            asyncio.run(captured(store))
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -20,7 +20,7 @@ def pool_of(tmp_path: Path) -> MakePool:
     """A pool of one worker, whose output goes to ``tmp_path``."""
 
     def make(function: str = "sample_rewards.act_out", **more: Any) -> RewardPool:
-        settings = {"timeout_s": 5.0, "max_failed_fraction": 1.0, "num_workers": 1}
+        settings = {"timeout_s": 60.0, "max_failed_fraction": 1.0, "num_workers": 1}
         return RewardPool(RewardConfig(function=function, **(settings | more)), tmp_path)
 
     return make

@@ -112,7 +112,7 @@ def test_workers_outlive_the_thread_that_started_them(pool_of):
 def test_what_takes_too_much_costs_its_sample_and_names_the_key(
     pool_of, tmp_path, what, limit, detail
 ):
-    with pool_of(GROW, limits=limit, timeout_s=20.0) as pool:
+    with pool_of(GROW, limits=limit, timeout_s=60.0) as pool:
         failed, after = pool.score(samples(what.format(tmp_path), "print 1"))
     assert failed.status == "error" and detail in failed.detail
     assert after.value == 1.0
@@ -164,7 +164,7 @@ def test_what_was_printed_before_a_timeout_is_in_the_log(pool_of, tmp_path):
 
 
 def test_a_dry_run_shows_the_end_of_the_output(capfd):
-    config = RewardConfig(function=GROW, timeout_s=20.0)
+    config = RewardConfig(function=GROW, timeout_s=60.0)
     dry_run(config, samples("print 100", "crash"))
     out, err = capfd.readouterr()
     first, *rest = err.splitlines()

@@ -1,6 +1,7 @@
 """A tracker that fails costs its copy and nothing else."""
 
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -93,6 +94,22 @@ def test_a_server_that_never_starts_is_not_finished(caplog):
     copy.finish([], "finished")
     assert server.calls == [("start",)]
     assert "mlflow missed 3 calls" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["start", "log", "finish"])
+def test_a_server_that_never_answers_is_called_once(call, monkeypatch, caplog):
+    server, answer = Server(), threading.Event()
+    monkeypatch.setitem(backends.LIMITS_S, call, 0.2)
+    monkeypatch.setattr(server, call, lambda *given: answer.wait(5.0))
+    copy = Copy("mlflow", server.start)
+    copy.log(1, {})
+    copy.log(2, {})
+    copy.finish([], "finished")
+    answer.set()
+    assert "mlflow is not called any more after 0 s without an answer" in caplog.text
+    assert len([name for name, *_ in server.calls if name == "log"]) == 2 * (call == "finish")
+    missed = {"start": 2, "log": 3, "finish": 1}[call]  # with the one that was waited for
+    assert f"mlflow missed {missed} calls" in caplog.text
 
 
 def test_the_run_and_its_files_go_on_without_the_tracker(tmp_path, monkeypatch, caplog):
