@@ -155,6 +155,8 @@ def new_text(files: dict[str, Path], is_over: Callable[[], bool]) -> Iterator[tu
     while True:
         over = is_over()  # asked first: what was written before the end is shown
         for name, file in files.items():
+            if file.stat().st_size < at[name]:  # its older half was cut
+                at[name] = _start_of_tail(file)
             with file.open("rb") as opened:
                 opened.seek(at[name])
                 whole, newline, _ = opened.read().rpartition(b"\n")

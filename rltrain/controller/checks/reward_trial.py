@@ -11,7 +11,7 @@ from itertools import islice
 from rltrain.config.data import BUILT_IN_REWARDS, RewardConfig
 from rltrain.config.error_codes import with_code
 from rltrain.data.problem import Problem, shorten
-from rltrain.environments.pool import dry_run
+from rltrain.environments.dry_run import dry_run
 from rltrain.environments.reward_sample import RewardInput, RewardResult
 
 _log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from subprocess import PIPE
 import pytest
 
 from rltrain.cli.app import main
+from rltrain.cli.logs_command import new_text
 
 ROOT = Path(__file__).parents[3]
 TRACEBACK = """=== process 7 starts, 2026-11-30T00:00:00+00:00 ===
@@ -119,6 +120,15 @@ def test_a_run_without_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> No
         file.unlink()
     assert main(["logs"]) == 2
     assert "found none: the run ended before it started a worker" in capsys.readouterr().err
+
+
+def test_a_log_that_was_cut_is_followed_from_its_last_lines(tmp_path: Path) -> None:
+    log, over = tmp_path / "reward-0.log", iter([False, False, True])
+    log.write_text("".join(f"{i}\n" for i in range(1000)))
+    lines = new_text({"reward-0": log}, lambda: next(over))
+    assert next(lines)[1].endswith("998\n999")
+    log.write_text("=== cut ===\n1000\n")
+    assert next(lines) == ("reward-0", "=== cut ===\n1000")
 
 
 def test_a_log_is_followed_until_the_run_ends(run: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.config.data import RewardConfig
-from rltrain.environments.pool import dry_run
+from rltrain.environments.dry_run import dry_run
 from rltrain.environments.process_tree import descendants, kill_descendants
 from tests.unit.environments.pool_case import gone, samples, worker_of
 
@@ -67,7 +67,10 @@ def test_all_ends_with_a_killed_driver_whatever_holds_the_lock(tmp_path):
     assert len(below) == 3  # supervisor, worker, and what it started
     driver.kill()
     driver.wait(10)
-    assert all(map(gone, below))
+    left = [pid for pid in below if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 def test_a_worker_ends_with_its_supervisor_and_is_replaced(pool_of):

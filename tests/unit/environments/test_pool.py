@@ -10,7 +10,7 @@ import pytest
 from rltrain.config.data import RewardConfig
 from rltrain.environments import pool as pools
 from rltrain.environments import pool_worker, process_tree, worker_process
-from rltrain.environments.pool import dry_run
+from rltrain.environments.dry_run import dry_run
 from rltrain.environments.pool_worker import PoolWorker
 from rltrain.environments.process_tree import descendants
 from rltrain.environments.reward_sample import RewardInput
