@@ -15,11 +15,12 @@ class CappedLog:
 
     def __init__(self, path: Path, max_bytes: int | None) -> None:
         self._max_bytes = max_bytes
-        self._cut_bytes = 0
         self._file = path.open("ab+", buffering=0)
+        self._all_bytes = self._file.seek(0, os.SEEK_END)  # that were there or written
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
+        self._all_bytes += len(data)
         size = self._file.seek(0, os.SEEK_END)
         if self._max_bytes is not None and size > self._max_bytes:
             self._cut(size, self._max_bytes // 2)
@@ -28,7 +29,7 @@ class CappedLog:
         self._file.seek(size - kept)
         rest = self._file.read(kept)
         rest = rest[rest.find(b"\n") + 1 :]  # from a line's start, where there is one
-        self._cut_bytes += size - len(rest)
+        cut = self._all_bytes - len(rest)
         self._file.truncate(0)
-        note = f"=== {self._cut_bytes} bytes before this line were cut: data.reward.limits.log_mib"
-        self._file.write(f"{note} ===\n".encode() + rest)
+        note = f"=== {cut} bytes before this line were cut: data.reward.limits.log_mib ===\n"
+        self._file.write(note.encode() + rest)

@@ -118,6 +118,16 @@ def _limit(limited: int, value: int) -> None:
     resource.setrlimit(limited, (value, value))
 
 
+def _signalled_by(number: signal.Signals) -> int:
+    """A file that can be read after this signal."""
+    readable, writable = os.pipe()
+    for end in (readable, writable):
+        os.set_blocking(end, False)
+    signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writable)
+    return readable
+
+
 class _Supervisor:
     """Waits for the worker to end, and meanwhile for its output."""
 
@@ -137,13 +147,15 @@ class _Supervisor:
         """The exit status of the worker, or 128 and the number of the signal that ended it."""
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
-        poll.register(os.pidfd_open(self._worker), select.POLLIN)
+        poll.register(ended := _signalled_by(signal.SIGCHLD), select.POLLIN)
         most = self._settings.processes
         count_at = time.monotonic() + COUNT_EVERY_S
         while True:
             events = poll.poll(1000 * COUNT_EVERY_S)
             if not self._relay() and (self._output, select.POLLHUP) in events:
                 poll.unregister(self._output)  # nobody has it open any more
+            if (ended, select.POLLIN) in events:
+                os.read(ended, PIPE_BYTES)
             if (status := self._reap()) is not None:
                 self._end()
                 code = os.waitstatus_to_exitcode(status)

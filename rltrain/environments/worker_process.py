@@ -64,6 +64,10 @@ class WorkerProcess:
         theirs.close()
 
     @property
+    def is_at_fault(self) -> bool:
+        return bool(self.fault)
+
+    @property
     def is_sending(self) -> bool:
         return bool(self._unsent)
 
@@ -73,7 +77,7 @@ class WorkerProcess:
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived."""
-        if self.fault:
+        if self.is_at_fault:
             return []
         self._write()
         ended = self._has_ended()  # before reading, so that its last messages are read
@@ -171,7 +175,7 @@ def wait(processes: Sequence[WorkerProcess], seconds: float) -> None:
     watched = [
         (p.socket, select.POLLIN | (select.POLLOUT if p.is_sending else 0))
         for p in processes
-        if not p.fault
+        if not p.is_at_fault
     ]
     _ready(watched, seconds)
 
