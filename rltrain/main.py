@@ -40,7 +40,7 @@ from rltrain.config.recipe_file import (
     no_override,
     split_recipe_file,
 )
-from rltrain.config.redact import redacted
+from rltrain.config.redact import log_without_secrets, redacted
 from rltrain.config.saved_config import save_config, save_recipe
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def train(
         arguments: of ``rltrain train``, as they were typed
         show: only print the configuration
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_without_secrets()
     try:
         config = compose(overrides, config_dir)
         if show:

@@ -11,7 +11,7 @@ import yaml
 from rltrain.config.differences import differences
 from rltrain.config.durable import write_durably
 from rltrain.config.errors import validate
-from rltrain.config.redact import redacted
+from rltrain.config.redact import Redactor, redacted
 from rltrain.config.root import Config
 
 NAME = "config.yaml"
@@ -35,7 +35,7 @@ def save_config(config: Config, program: str, arguments: Sequence[str]) -> Path:
     What looks like a secret is redacted in both.
     """
     path = Path(config.trainer.output_dir) / NAME
-    command = f"{program} {shlex.join(map(_redacted_override, arguments))}"
+    command = f"{program} {shlex.join(Redactor().arguments(arguments))}"
     text = yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False)
     write_durably(path, f"# {command}\n{text}")
     return path
@@ -50,14 +50,9 @@ def save_recipe(config: Config, name: str, recipe: Config) -> Path:
         for key, (theirs, ours) in differences(dumps).items()
         if key != "trainer.output_dir"
     }
-    text = json.dumps({"name": name, "changes": changes}, indent=2)
+    text = json.dumps(redacted({"name": name, "changes": changes}), indent=2)
     write_durably(path, f"{text}\n")
     return path
-
-
-def _redacted_override(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return f"{name}{equals}{redacted(value, name)}"
 
 
 def load_config(run: Path) -> Config:
