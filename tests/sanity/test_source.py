@@ -9,7 +9,11 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "rltrain").rglob("*.py"))
 UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 # Reads what its own parent writes to a pipe that nobody else has.
-MAY_UNPICKLE = {"rltrain/environments/reward_worker.py", "rltrain/environments/pool.py"}
+MAY_UNPICKLE = {
+    "rltrain/environments/reward_worker.py",
+    "rltrain/environments/pool.py",
+    "rltrain/weights/huggingface/plain_checkpoint.py",  # makes the classes of a list alone
+}
 
 
 def name_of(path: Path) -> str:
