@@ -30,6 +30,7 @@ from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.going_on import how_to_go_on
 from rltrain.cli.typed_command import program
 from rltrain.config import Config
+from rltrain.config.bounded_files import check_yaml
 from rltrain.config.error_codes import with_code
 from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.hydra_groups import Groups, conf_folder, find_groups, find_recipes
@@ -222,6 +223,7 @@ def store_schema_and_recipes() -> None:
 
 
 def store_recipe(name: str, file: Path) -> None:
+    check_yaml(file)
     node = OmegaConf.load(file)
     if not isinstance(node, DictConfig):
         raise ConfigError(f"{file}: expected sections such as 'trainer:', found a list [RL1009]")

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from rltrain.config.bounded_files import check_yaml
 from rltrain.config.differences import differences
 from rltrain.config.durable import write_durably
 from rltrain.config.errors import validate
@@ -64,6 +65,7 @@ def load_config(run: Path) -> Config:
     path = run / NAME
     if not path.is_file():
         raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it [RL7001]")
+    check_yaml(path)
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     for (section, key), value in REMOVED_KEYS.items():
         _take_out(values, section, key, value)

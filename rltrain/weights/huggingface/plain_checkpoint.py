@@ -11,7 +11,6 @@ A folder that names anything else is refused, and so is one with other files: wh
 know a way to open them.
 """
 
-import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from rltrain.config.bounded_files import load_json
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 PLAIN = {
@@ -91,9 +92,9 @@ class _PlainUnpickler(pickle.Unpickler):
 def _check_format(file: Path) -> None:
     expected = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     try:
-        found = json.loads(file.read_text())
+        found = load_json(file)
         found = {name: found.get(name, expected[name]) for name in expected}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         _refuse(file, str(error), error)
     if found != expected:
         _refuse(file, f"expected {expected}, found {found}")
