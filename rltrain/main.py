@@ -30,6 +30,7 @@ from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.going_on import how_to_go_on
 from rltrain.cli.typed_command import program
 from rltrain.config import Config
+from rltrain.config.bounded_files import check_yaml
 from rltrain.config.error_codes import with_code
 from rltrain.config.errors import ConfigError, nearest, validate
 from rltrain.config.hydra_groups import Groups, conf_folder, find_groups, find_recipes
@@ -40,7 +41,7 @@ from rltrain.config.recipe_file import (
     no_override,
     split_recipe_file,
 )
-from rltrain.config.redact import redacted
+from rltrain.config.redact import log_without_secrets, redacted
 from rltrain.config.saved_config import save_config, save_recipe
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def train(
         arguments: of ``rltrain train``, as they were typed
         show: only print the configuration
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_without_secrets()
     try:
         config = compose(overrides, config_dir)
         if show:
@@ -223,6 +224,7 @@ def store_schema_and_recipes() -> None:
 
 
 def store_recipe(name: str, file: Path) -> None:
+    check_yaml(file)
     node = OmegaConf.load(file)
     if not isinstance(node, DictConfig):
         raise ConfigError(f"{file}: expected sections such as 'trainer:', found a list [RL1009]")

@@ -56,30 +56,38 @@ def export_weights(
     """Write a checkpoint as a Hugging Face folder.
 
     Args:
-        source: a folder, or a URL, which has to be trusted
+        source: a folder, or a URL
         out: a folder, or a URL
         step: of the run's checkpoint; the newest where it is None
         dtype: of the weights; as they are stored where it is None
         max_file: what a file and the memory hold at most, such as 1GiB
+        trust: open what could run code, and fetch from whatever URL the checkpoint names
 
     Raises:
-        ValueError: there is no such checkpoint, it was changed, parts of it are on other nodes, or
-            OUT exists.
+        ValueError: there is no such checkpoint, it was changed, parts of it are on other nodes, it
+            is not trusted, or OUT exists.
         RuntimeError: OUT cannot be written, for example on a full disk.
     """
     limit = _bytes(max_file)
     from rltrain.cli.export_places import is_url, readable_run, with_weights, writable
 
-    with readable_run(source, trust=trust) as run, writable(out) as folder:
+    with readable_run(source) as run, writable(out) as folder:
         checkpoint, config, mtp = _find_checkpoint(run, step)
-        with with_weights(checkpoint) as weights:
-            _export(weights, config, folder, mtp, dtype, limit)
+        with with_weights(checkpoint, source, trust=trust) as weights:
+            _export(weights, config, folder, mtp, dtype, limit, trust=trust)
     sys.stdout.write(f"{out if is_url(out) else folder}\n")
     return 0
 
 
 def _export(
-    checkpoint: Path, config: Path, out: Path, mtp: "MTP", dtype: str | None, limit: int
+    checkpoint: Path,
+    config: Path,
+    out: Path,
+    mtp: "MTP",
+    dtype: str | None,
+    limit: int,
+    *,
+    trust: bool,
 ) -> None:
     import torch
 
@@ -88,7 +96,7 @@ def _export(
 
     arch = read_architecture(config, mtp)
     stored_as = getattr(torch, dtype) if dtype else None
-    work = partial(export_checkpoint, checkpoint, config, out, arch, dtype=stored_as)
+    work = partial(export_checkpoint, checkpoint, config, out, arch, dtype=stored_as, trust=trust)
     _convert("export", arch, out, limit, work)
 
 

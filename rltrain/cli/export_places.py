@@ -1,9 +1,14 @@
-"""Where an export reads and writes: folders of this machine, and URLs by way of one."""
+"""Where an export reads and writes: folders of this machine, and URLs by way of one.
 
+What is read may be of anyone. So files are fetched from a URL that was typed, or from below it, and
+not from one that a manifest names.
+"""
+
+import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,21 +26,15 @@ __all__ = ["is_url", "readable_run", "with_weights", "writable"]
 
 
 @contextmanager
-def readable_run(source: str, *, trust: bool) -> Iterator[Path]:
+def readable_run(source: str) -> Iterator[Path]:
     """A folder with the configuration and the records of the run or checkpoint in ``source``.
 
     Raises:
-        ValueError: it is a URL without a run, or not trusted.
+        ValueError: it is a URL without a run.
     """
     if not is_url(source):
         yield Path(source).expanduser().absolute()
         return
-    if not trust:
-        raise ValueError(
-            f"{source}: a checkpoint holds pickles, which can run any code. Name the run's folder, "
-            "whose checkpoint.url leads there, or add --trust only if you know who wrote it "
-            "[RL6007]"
-        )
     from rltrain.controller.remote_records import pull_records, remote_checkpoints
     from rltrain.controller.run_checkpoint import FOLDER
 
@@ -56,13 +55,17 @@ def readable_run(source: str, *, trust: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def with_weights(checkpoint: Path) -> Iterator[Path]:
+def with_weights(checkpoint: Path, source: str, *, trust: bool) -> Iterator[Path]:
     """A folder that has the policy's files of a checkpoint, each as its manifest says.
 
     Those below a URL are fetched, into a temporary folder.
 
+    Args:
+        source: what was typed
+        trust: whether URLs that are not below it may be opened
+
     Raises:
-        ValueError: they are on other nodes, or were changed.
+        ValueError: they are on other nodes, were changed, or are to come from somewhere else.
     """
     entries = read_manifest(checkpoint)
     if not any("place" in entry for entry in entries.values()):
@@ -80,6 +83,8 @@ def with_weights(checkpoint: Path) -> Iterator[Path]:
         check_files(checkpoint, weights)
         yield checkpoint
         return
+    if not trust:
+        check_places(checkpoint, source, absent)
     with tempfile.TemporaryDirectory(prefix="rltrain-export-") as folder:
         for url, names in absent.items():
             RemoteFolder(url).get({name: Path(folder) / name for name in names})
@@ -88,6 +93,21 @@ def with_weights(checkpoint: Path) -> Iterator[Path]:
             shutil.copy(checkpoint / name, Path(folder) / name)
         check_files(Path(folder), weights)
         yield Path(folder)
+
+
+def check_places(checkpoint: Path, source: str, places: Iterable[str]) -> None:
+    """Raise ``ValueError`` unless all of these URLs are ``source`` or below it, or ``source`` is a
+    checkpoint beside them."""
+    allowed = source.rstrip("/")
+    if re.fullmatch(r"step_\d+|last", allowed.rpartition("/")[2]):
+        allowed = allowed.rpartition("/")[0]
+    for url in places:
+        if ".." in url.split("/") or not (is_url(source) and f"{url}/".startswith(f"{allowed}/")):
+            raise ValueError(
+                f"{checkpoint}: its manifest says that its files are in {url}. Whoever wrote it "
+                f"can name any server there. If it is yours, export {url.rpartition('/')[0]} "
+                "instead of this folder, or add --trust [RL6007]"
+            )
 
 
 def _on_other_nodes(checkpoint: Path, nodes: list[str], number: int) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rltrain.cli.typed_command import program
 from rltrain.config import Config
+from rltrain.config.redact import Redactor
 
 _PLAIN = re.compile(r"[\w/.:%+@-]+")
 """A value that Hydra takes without quotes."""
@@ -38,7 +39,8 @@ def how_to_go_on(config: Config, arguments: Sequence[str]) -> str:
 
 
 def resume_command(arguments: Sequence[str], folder: Path) -> str:
-    """What to type to go on with the run in ``folder``, which ``arguments`` started."""
+    """What to type to go on with the run in ``folder``, which ``arguments`` started. Secrets are
+    left out: the log of a job may hold it."""
     replaced = ("trainer.resume=", "trainer.output_dir=")
     kept = [word for word in arguments if not word.lstrip("+").startswith(replaced)]
     path = str(folder)
@@ -46,4 +48,4 @@ def resume_command(arguments: Sequence[str], folder: Path) -> str:
         # Hydra takes a backslash for itself, except before a quotation mark.
         path = "'" + re.sub(r"(\\*)(?='|$)", r"\1\1", path).replace("'", r"\'") + "'"
     going_on = ["trainer.resume=auto", f"trainer.output_dir={path}"]
-    return shlex.join([*program(arguments), *kept, *going_on])
+    return shlex.join([*program(arguments), *Redactor().arguments(kept), *going_on])

@@ -42,7 +42,7 @@ def export_weights(
     max_file: MaxFile = "1GiB",
     trust: Annotated[
         bool,
-        typer.Option("--trust", help="Open a checkpoint at a URL: its format can run any code."),
+        typer.Option("--trust", help="Open what can run any code, from wherever it says it is."),
     ] = False,
 ) -> int:
     """Write a checkpoint of a run, or an imported one, as a Hugging Face folder."""

@@ -72,6 +72,18 @@ class RewardConfig(Section):
         return self
 
 
+class LimitsConfig(Section):
+    row_mib: Positive = 16
+    """The most MiB of text in a row, or in a line of JSON."""
+    depth: Annotated[int, Field(gt=0, le=200)] = 64
+    """The most lists and objects within each other in a row."""
+    array_mib: Positive = 256
+    """The most MiB of a JSON file that is one array, which is read as a whole. JSON lines are read
+    one by one."""
+    expansion: Positive = 200
+    """How many times its size a compressed file may hold. Up to 64 MiB are always read."""
+
+
 OURS_IN_A_TEMPLATE = frozenset(
     {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message"}
     | {"tokenize", "chat_template", "return_dict", "return_tensors", "padding", "truncation"}
@@ -135,6 +147,7 @@ class DataConfig(Section):
     """What to do with a row that cannot be used (docs/data.md). ``error`` stops the run. ``drop``
     leaves the row out and counts it."""
     reward: RewardConfig = RewardConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @model_validator(mode="after")
     def file_sources_have_a_path(self) -> Self:

@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
+from rltrain.config.bounded_files import check_yaml
 from rltrain.config.differences import differences
 from rltrain.config.durable import write_durably
 from rltrain.config.errors import validate
-from rltrain.config.redact import redacted
+from rltrain.config.redact import Redactor, redacted
 from rltrain.config.root import Config
 
 NAME = "config.yaml"
@@ -35,7 +36,7 @@ def save_config(config: Config, program: str, arguments: Sequence[str]) -> Path:
     What looks like a secret is redacted in both.
     """
     path = Path(config.trainer.output_dir) / NAME
-    command = f"{program} {shlex.join(map(_redacted_override, arguments))}"
+    command = f"{program} {shlex.join(Redactor().arguments(arguments))}"
     text = yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False)
     write_durably(path, f"# {command}\n{text}")
     return path
@@ -50,14 +51,9 @@ def save_recipe(config: Config, name: str, recipe: Config) -> Path:
         for key, (theirs, ours) in differences(dumps).items()
         if key != "trainer.output_dir"
     }
-    text = json.dumps({"name": name, "changes": changes}, indent=2)
+    text = json.dumps(redacted({"name": name, "changes": changes}), indent=2)
     write_durably(path, f"{text}\n")
     return path
-
-
-def _redacted_override(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return f"{name}{equals}{redacted(value, name)}"
 
 
 def load_config(run: Path) -> Config:
@@ -69,6 +65,7 @@ def load_config(run: Path) -> Config:
     path = run / NAME
     if not path.is_file():
         raise ValueError(f"{run}: expected the folder of a run, found no {NAME} in it [RL7001]")
+    check_yaml(path)
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     for (section, key), value in REMOVED_KEYS.items():
         _take_out(values, section, key, value)

@@ -67,8 +67,8 @@ class CheckpointConfig(Section):
     upload what they wrote. No credentials in it: fsspec finds them by itself. null: keep them in
     the run's folder."""
     trust: bool = False
-    """Open a checkpoint from elsewhere, or one that does not name its model. Only set it for
-    checkpoints that you trust: their format holds pickles, which can run code."""
+    """Open a checkpoint from elsewhere, one that does not name its model, or one that could run
+    code when it is opened (docs/security.md). Only set it for checkpoints that you trust."""
 
     @field_validator("url")
     @classmethod

@@ -13,12 +13,12 @@ They are written by `save_checkpoint` and opened by `restore_checkpoint`; `check
 where their files are. Here a checkpoint is its record: the manifest and `state.json`.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.config import Config
+from rltrain.config.bounded_files import MOST_OF_TABLES, load_json
 from rltrain.weights.huggingface.manifest import (
     MANIFEST,
 )
@@ -102,7 +102,7 @@ def read_state(path: Path) -> dict[str, Any]:
         ValueError: the file is damaged.
     """
     try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        state: dict[str, Any] = load_json(path / STATE, MOST_OF_TABLES)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path / STATE} cannot be read ({error}). Remove {path} to go on from an older "

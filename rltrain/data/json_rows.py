@@ -5,12 +5,15 @@ import gzip
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.data import LimitsConfig
 from rltrain.data.bad_rows import BadRow
+from rltrain.data.limits import MIB, Decompressed, over_limit
 
 Row = dict[str, Any]
 
@@ -38,48 +41,75 @@ LOOKS_LIKE = (
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def json_rows(file: Path) -> Iterator[Row | BadRow | SameAs]:
+def json_rows(file: Path, limits: LimitsConfig) -> Iterator[Row | BadRow | SameAs]:
     """The rows of a file. An object is a row; a list of objects has columns ``0``, ``1``, ...
 
     A line that is no row is yielded as an error, so that it can be counted.
 
     Raises:
-        ValueError: the file is not JSON at all, or one object that holds the rows.
+        ValueError: the file is not JSON at all, one object that holds the rows, or beyond the
+            limits.
         OSError: it cannot be read.
     """
     try:
-        with _open(file) as content:
+        with _open(file, limits) as content:
             start = content.peek(4096)[:4096].removeprefix(BYTE_ORDER_MARK)
             for magic, advice in LOOKS_LIKE:
                 if start.startswith(magic):
                     raise ValueError(f"{file} is not JSON: {advice} [RL2003]")
             array = None
             if start.lstrip().startswith(b"["):
-                array = _array(content.read(), file)
-                content.seek(0)
-            yield from _lines(content, file) if array is None else map(_row, array)
+                array = _array(file, limits)
+            yield from _lines(content, file, limits) if array is None else map(_row, array)
     except EOFError as error:
         raise ValueError(f"{file} is cut off: {error} [RL2003]") from error
+    except zlib.error as error:
+        raise ValueError(f"{file} cannot be decompressed: {error} [RL2003]") from error
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, limits: LimitsConfig) -> io.BufferedReader:
     """The file's content after decompression, as a buffered binary stream."""
-    suffix = file.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(file, "rb")
-    if suffix == ".bz2":
-        return bz2.open(file, "rb")
-    if suffix == ".zst":
-        import pyarrow  # takes 0.3 s, and only this format needs it
-
-        # Its stream cannot be rewound.
-        return io.BufferedReader(io.BytesIO(pyarrow.input_stream(file, compression="zstd").read()))
-    return file.open("rb")
+    decompress = DECOMPRESS.get(file.suffix.lower())
+    if decompress is None:
+        return file.open("rb")
+    return io.BufferedReader(Decompressed(decompress(file), file, limits))
 
 
-def _lines(lines: Iterable[bytes], file: Path) -> Iterator[Row | BadRow | SameAs]:
+def _zstandard(file: Path) -> Any:
+    import pyarrow  # takes 0.3 s, and only this format needs it
+
+    return pyarrow.input_stream(file, compression="zstd")
+
+
+DECOMPRESS: Mapping[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".zst": _zstandard,
+}
+
+
+def _split(content: io.BufferedReader, file: Path, limits: LimitsConfig) -> Iterator[bytes]:
+    """The lines of a file.
+
+    Raises:
+        ValueError: one is too long. What follows is not read: it might never end.
+    """
+    most = limits.row_mib * MIB
+    number = 0
+    while line := content.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            found = f"line {number}: expected at most {limits.row_mib} MiB, found more"
+            raise over_limit(file, found, "row_mib", limits.row_mib)
+        yield line
+
+
+def _lines(
+    content: io.BufferedReader, file: Path, limits: LimitsConfig
+) -> Iterator[Row | BadRow | SameAs]:
     seen: dict[bytes, int] = {}
-    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    lines = enumerate(_split(content, file, limits), start=1)
+    numbered = ((number, line) for number, line in lines if line.strip())
     for row_number, (number, line) in enumerate(numbered):
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -92,7 +122,7 @@ def _lines(lines: Iterable[bytes], file: Path) -> Iterator[Row | BadRow | SameAs
             yield _row(_parse(line), f"line {number}: ")
         except ValueError as error:
             if row_number == 0:
-                _check_is_lines(file)
+                _check_is_lines(file, limits)
             yield BadRow("a line is not JSON", f"line {number}: not JSON ({_why(error)})")
 
 
@@ -130,8 +160,17 @@ def _row(value: Any, where: str = "") -> Row | BadRow:
     return BadRow("a row is no object", f"{where}expected an object, found {type(value).__name__}")
 
 
-def _array(content: bytes, file: Path) -> list[Any] | None:
-    """The array that is all of ``content``; None where more follows it, as in lines of arrays."""
+def _array(file: Path, limits: LimitsConfig) -> list[Any] | None:
+    """The array that is all of the file; None where more follows it, as in lines of arrays."""
+    most = limits.array_mib * MIB
+    with _open(file, limits) as opened:
+        content = opened.read(most + 1)
+    if len(content) > most:
+        # Lines of arrays may be as many as they like.
+        if _is_json(content[: limits.row_mib * MIB].partition(b"\n")[0]):
+            return None
+        found = f"expected a JSON array of at most {limits.array_mib} MiB, found more"
+        raise over_limit(file, f"{found}, or write JSON lines", "array_mib", limits.array_mib)
     try:
         value = _parse(content.removeprefix(BYTE_ORDER_MARK))
     except ValueError as error:
@@ -142,11 +181,20 @@ def _array(content: bytes, file: Path) -> list[Any] | None:
     return value
 
 
-def _check_is_lines(file: Path) -> None:
+def _is_json(text: bytes) -> bool:
+    try:
+        _parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_is_lines(file: Path, limits: LimitsConfig) -> None:
     """Raises ValueError when all of the file is one object, over several lines."""
-    with _open(file) as content:
+    with _open(file, limits) as opened:
+        content = opened.read(limits.array_mib * MIB)
         try:
-            value = _parse(content.read().removeprefix(BYTE_ORDER_MARK))
+            value = _parse(content.removeprefix(BYTE_ORDER_MARK))
         except ValueError:
             return
     if isinstance(value, dict):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rltrain.config.bounded_files import parse_json
 from rltrain.data.bad_rows import BadRow
 from rltrain.data.columns import describe_value, is_messages, kind_of
 from rltrain.data.json_values import as_json, check_text
@@ -189,7 +190,7 @@ def read_tools(value: object, name: str, filled: bool = False) -> list[dict[str,
     tools = value
     if isinstance(value, str):
         try:
-            tools = json.loads(value) if value.strip() else None
+            tools = parse_json(value, name) if value.strip() else None
         except ValueError as error:
             raise BadRow(
                 "the tools are not JSON", f"column {name!r}: {expected} ({error})"

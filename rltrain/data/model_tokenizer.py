@@ -6,6 +6,7 @@ So transformers is imported by the functions that need it.
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.bounded_files import MOST_OF_TABLES, check_size
 from rltrain.config.model import ModelConfig
 from rltrain.data.tokenizer import tiny_tokenizer
 
@@ -41,6 +42,9 @@ def load_auto_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _loaded(loader: Any, folder: Path, **options: Any) -> Any:
+    for file in folder.glob("*"):
+        if file.name in _SOURCES or file.suffix in (".json", ".jinja"):
+            check_size(file, MOST_OF_TABLES)
     try:
         return loader.from_pretrained(str(folder), local_files_only=True, **options)
     except Exception as error:  # `tokenizers` raises nothing more special

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 KEYS = {
     "source", "name", "prompt_column", "as_chat", "answer_column", "answer_pattern", "last_turn",
-    "tools_column", "template_args", "max_prompt_tokens", "on_long_prompt", "on_bad_row",
+    "tools_column", "template_args", "max_prompt_tokens", "on_long_prompt", "on_bad_row", "limits",
 }  # fmt: skip
 """Fields of ``DataConfig`` that affect the problems of a source."""
 

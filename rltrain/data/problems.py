@@ -62,7 +62,7 @@ def load_problems(
         rows = reasoning_gym_rows(config, config.size + num_held_out * (not config.eval_on_train))
         rule = answer_rule(config.reward.function, supervised)
         source = f"reasoning-gym's {config.task}"
-        made = encode_rows(numbered(rows, source), config, tokenizer, source, rule)
+        made = encode_rows(numbered(rows, source, config), config, tokenizer, source, rule)
         log_report(made[1])
         return _split(*made, config, num_held_out)
     assert config.path is not None
@@ -85,7 +85,7 @@ def _arithmetic(
     rows_of = arithmetic_rows(num_warm_start, config.eval_size, config.size, config.seed)
     for name, rows in rows_of.items():
         if rows:
-            source_rows = numbered(rows, f"arithmetic, {name}")
+            source_rows = numbered(rows, f"arithmetic, {name}", config)
             parts[name], report = encode_rows(source_rows, generated, tokenizer, name, "compared")
             reports.append(report)
     held_out = parts.get("held_out", ())[:num_held_out]

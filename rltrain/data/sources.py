@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from rltrain.config.data import DataConfig
 from rltrain.data.bad_rows import BadRow
 from rltrain.data.json_rows import SameAs, json_rows
+from rltrain.data.limits import check_row
 from rltrain.data.paths import SUFFIXES, find_files
 
 Row = dict[str, Any]
@@ -41,19 +42,27 @@ def read_rows(
         (folder,) = files
         saved = saved_dataset(folder, split, config.name)
         if saved is not None:
-            yield from numbered(table_rows(saved), str(folder))
+            yield from numbered(table_rows(saved, config.limits), str(folder), config)
             return
         files = split_files(folder, split, config.name)
     for file in files:
         parquet = config.source == "parquet" or file.suffix.lower() in SUFFIXES["parquet"]
         try:
-            yield from numbered(parquet_rows(file) if parquet else json_rows(file), str(file))
+            rows = (parquet_rows if parquet else json_rows)(file, config.limits)
+            yield from numbered(rows, str(file), config)
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error} [RL2001]") from error
 
 
-def numbered(rows: Iterable[Row | BadRow | SameAs], file: str) -> Iterator[SourceRow]:
-    return (SourceRow(file, number, row) for number, row in enumerate(rows))
+def numbered(
+    rows: Iterable[Row | BadRow | SameAs], file: str, config: DataConfig
+) -> Iterator[SourceRow]:
+    """Rows with their numbers; one that is beyond ``config.limits`` is an error."""
+    for number, row in enumerate(rows):
+        try:
+            yield SourceRow(file, number, check_row(row, config.limits))
+        except BadRow as error:
+            yield SourceRow(file, number, error)
 
 
 def reasoning_gym_rows(config: DataConfig, num_rows: int) -> Iterator[Row]:

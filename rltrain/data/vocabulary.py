@@ -1,11 +1,11 @@
 """Checks that every token of a run has a row in the embedding of the model."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.bounded_files import MOST_OF_TABLES, load_json
 from rltrain.data.problem import Problem
 
 _SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -96,7 +96,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file, MOST_OF_TABLES)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error} [RL3001]") from error
     if not isinstance(content, dict):

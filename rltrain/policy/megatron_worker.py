@@ -100,7 +100,8 @@ class MegatronWorker(ABC):
         )
         if (weights := self.config.model.weights) is not None:
             folder = Path(weights).expanduser() / POLICY
-            checkpoint.load_weights(str(folder), chunks, self.mesh)
+            trust = self.config.checkpoint.trust
+            checkpoint.load_weights(str(folder), chunks, self.mesh, trust=trust)
         else:
             load_huggingface(self.model_path, chunks, self.arch, self.mesh)
         return chunks
@@ -198,7 +199,9 @@ class MegatronWorker(ABC):
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote. Collective."""
-        checkpoint.load_model(folder, self.chunks, self.optimizer, self.learning_rate, self.mesh)
+        trust = self.config.checkpoint.trust
+        model = (self.chunks, self.optimizer, self.learning_rate, self.mesh)
+        checkpoint.load_model(folder, *model, trust=trust)
 
 
 def _stacked(values: Sequence[dict[str, Tensor]], name: str) -> Tensor:

@@ -1,8 +1,7 @@
 """A model's parameters and optimizer state in Megatron's distributed format.
 
 The format is ``fully_reshardable``: a checkpoint of one layout can be loaded in another. It
-contains pickles, so callers check first that a checkpoint is trusted
-(`rltrain.controller.restore_checkpoint`).
+contains pickles, so a folder is looked through before Megatron opens it, unless it is trusted.
 """
 
 import re
@@ -22,6 +21,7 @@ from rltrain.policy.megatron.value_head import ValueHead
 from rltrain.policy.optimizer import LearningRate
 from rltrain.policy.sharded_save import all_or_none, save_sharded
 from rltrain.weights.huggingface.manifest import ManifestEntry, entries_of
+from rltrain.weights.huggingface.plain_checkpoint import check_runs_no_code
 
 _HEAD = "output_layer.weight"
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
@@ -54,8 +54,19 @@ def load_model(
     optimizer: MegatronOptimizer,
     learning_rate: LearningRate,
     mesh: Mesh,
+    *,
+    trust: bool = False,
 ) -> None:
-    """Read what `save_model` wrote, in this layout or another. Collective."""
+    """Read what `save_model` wrote, in this layout or another. Collective.
+
+    Args:
+        trust: open it, whatever it holds
+
+    Raises:
+        ValueError: it could run code.
+    """
+    if not trust:
+        check_runs_no_code(Path(folder))
     state = dist_checkpointing.load(
         _sharded_state(chunks, optimizer, mesh, is_loading=True), folder
     )
@@ -91,13 +102,17 @@ def files_of_rank(folder: str, rank: int) -> list[str]:
     return sorted(name for name, of in by.items() if (int(of[1]) if of else 0) == rank)
 
 
-def load_weights(folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh) -> None:
+def load_weights(
+    folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh, *, trust: bool = False
+) -> None:
     """Read only the parameters of what `save_model`, `save_weights` or ``rltrain import`` wrote.
 
     Collective. Values are cast to the dtype of the parameters. Rows that pad the vocabulary become
     zero. Two things are not read, and the model keeps its own: Transformer Engine's extra state,
-    and a critic's head.
+    and a critic's head. ``trust`` as in `load_model`.
     """
+    if not trust:
+        check_runs_no_code(Path(folder))
     bare = _bare(chunks)
     not_read: tuple[str, ...] = ("_extra_state",)
     wanted = _model_states(bare, mesh)

@@ -383,4 +383,5 @@ class PolicyWorker(MegatronWorker):
     def load_reference(self, folder: str) -> None:
         """Read what `save_reference` wrote. Collective."""
         assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
-        checkpoint.load_weights(folder, self.reference.chunks, self.mesh)
+        trust = self.config.checkpoint.trust
+        checkpoint.load_weights(folder, self.reference.chunks, self.mesh, trust=trust)

@@ -20,7 +20,7 @@ from typing import Any, Self
 from rltrain.actors.call_limits import LIMITS
 from rltrain.actors.interrupts import signal_name
 from rltrain.config.durable import write_durably
-from rltrain.config.redact import redacted, redacted_text
+from rltrain.config.redact import Redactor, redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
 from rltrain.planning.roofline import describe_bottleneck
 from rltrain.tracking.alerts import Alert, Watch
@@ -53,8 +53,7 @@ class Tracker:
 
     Args:
         run_dir: exists and is writable.
-        config: the resolved configuration as plain data, for other trackers; secret-looking values
-            are redacted.
+        config: the resolved configuration as plain data, for other trackers; secrets are redacted.
         versions: what ran and on what, name to text, for versions.json and the report's header.
         num_steps: steps of the whole run, for the ETA. Steps count from 1; what is measured before
             the first is logged as step 0.
@@ -85,7 +84,9 @@ class Tracker:
         self.run_dir = run_dir
         self._num_samples = tracking.num_samples
         (run_dir / OUTCOME).unlink(missing_ok=True)
-        _write_versions(run_dir / "versions.json", versions, first_step)
+        tracking = TrackingConfig.model_validate(redacted(tracking.model_dump()))
+        self._redactor = Redactor()
+        _write_versions(run_dir / "versions.json", redacted(versions), first_step)
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
         self._links = JsonlWriter(run_dir / "links.jsonl", first_step)
@@ -141,13 +142,14 @@ class Tracker:
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the first ``tracking.num_samples`` rollouts, each with all of ``SAMPLE_COLUMNS``."""
-        kept = [_sample(row) for row in rows[: self._num_samples]]
+        kept = [self._redactor.known(_sample(row)) for row in rows[: self._num_samples]]
         for row in kept:
             self._samples.write(step, row)
         self._copy_table(step, "samples", kept)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep training rollouts, token by token (docs/tracking.md). Call it before `log`."""
+        rows = [self._redactor.known(row) for row in rows]
         for row in rows:
             self._rollouts.write(step, row)
         self._copy_table(step, "rollouts", [_without_tokens(row) for row in rows])

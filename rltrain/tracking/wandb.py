@@ -104,8 +104,12 @@ def _init(
         id=known or None,
         resume="allow" if known and mode == "online" else None,
         reinit="create_new",
-        # Our progress line and wandb's capture of the terminal would fight for it.
-        settings=wandb.Settings(console="off", silent=True),
+        settings=wandb.Settings(
+            console="off",  # our progress line and wandb's capture of the terminal would fight
+            silent=True,
+            x_disable_meta=True,  # the whole command line, which may hold secrets
+            disable_git=True,  # a remote's URL keeps a token that stands in the user's place
+        ),
     )
 
 

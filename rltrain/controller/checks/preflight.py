@@ -63,7 +63,8 @@ def preflight(config: Config) -> RunData:
     check_folder_tokenizer(config, data)
     if config.model.path is not None:
         check_weights(config.model.path, model)
-    check_imported(config.model, joined=config.cluster.address is not None)
+    joined = config.cluster.address is not None
+    check_imported(config.model, joined=joined, trust=config.checkpoint.trust)
     check_url(config)
     check_resumed(config, model)
     check_output(config)

@@ -48,7 +48,7 @@ def check_run(config: Config) -> Iterator[Finding]:
             "weights",
             f"{path}: complete by their headers",
             lambda: check_weights(path, model),
-            lambda: check_imported(config.model),
+            lambda: check_imported(config.model, trust=config.checkpoint.trust),
         )
     yield _passes(
         "output folder",

@@ -5,12 +5,12 @@ value. Any other field is an error that names it: if a setting were ignored here
 train another model than vLLM runs.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rltrain.config.bounded_files import load_json
 from rltrain.weights.architecture.decoder import Llama3Rotary, Yarn
 
 
@@ -150,7 +150,7 @@ def read_json(path: str | Path) -> tuple[dict[str, Any], Path]:
             f"{folder} has no config.json: it is not a Hugging Face model folder [RL3001]"
         )
     try:
-        return dict(json.loads(file.read_text())), file
+        return dict(load_json(file)), file
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is not a JSON object: {error} [RL3001]") from error
 

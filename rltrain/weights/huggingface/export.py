@@ -109,6 +109,8 @@ def export_checkpoint(
     progress: ConversionProgress,
     max_file_bytes: int = GIB,
     dtype: torch.dtype | None = None,
+    *,
+    trust: bool = False,
 ) -> None:
     """Writes the weights of ``checkpoint`` to the new folder ``out``.
 
@@ -116,12 +118,13 @@ def export_checkpoint(
         checkpoint: a run's, or an imported one; its manifest has been checked
         config: the folder that has configuration and tokenizer
         dtype: None leaves weights as they are stored
+        trust: open the checkpoint, whatever it holds
 
     Raises:
-        ValueError: ``checkpoint`` is not of ``arch``; or see `new_folder`
+        ValueError: ``checkpoint`` is not of ``arch``, or could run code; or see `new_folder`
         OSError: the disk is full, say
     """
-    reader = TorchDistReader(checkpoint / POLICY)
+    reader = TorchDistReader(checkpoint / POLICY, trust=trust)
     tensors = _stored_tensors(reader, stored, arch, dtype, progress)
     kept = dtype or reader.dtype(stored.chunks[owned_parameters(arch)[0].name][0])
     write_huggingface(out, config, tensors, arch, kept, max_file_bytes)

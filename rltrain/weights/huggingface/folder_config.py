@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rltrain.config.bounded_files import load_json
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.tensor_files import INDEX
 from rltrain.weights.mapping.mtp import MTP_FIELDS
@@ -22,7 +23,7 @@ def copy_config(
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and file.name != INDEX:
             shutil.copy2(file, folder / file.name)
-    source_config = json.loads((source / "config.json").read_text())
+    source_config = load_json(source / "config.json")
     written = _config(source_config, arch, dtype, fp8=fp8)
     if written != source_config:
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")

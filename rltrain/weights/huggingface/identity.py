@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
+from rltrain.config.bounded_files import MOST_OF_TABLES, parse_json
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.huggingface.manifest import MANIFEST
 from rltrain.weights.huggingface.tensor_files import declared_files
@@ -98,7 +99,7 @@ def _header(file: Path) -> dict[str, tuple[dict[str, Any], int]]:
     """By name, what the file says of each tensor, and where the tensors begin."""
     length = int.from_bytes(_read(file, 0, 8), "little")
     try:
-        header = json.loads(_read(file, 8, length))
+        header = parse_json(_read(file, 8, min(length, MOST_OF_TABLES)), str(file))
     except ValueError as error:
         raise ValueError(
             f"{file} is not a whole safetensors file: fetch it again [RL3003]"

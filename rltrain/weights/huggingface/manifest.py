@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from rltrain.config.bounded_files import MOST_OF_TABLES, load_json
 from rltrain.config.durable import write_durably
 
 MANIFEST = "manifest.json"
@@ -51,7 +52,10 @@ def read_manifest(folder: Path) -> dict[str, ManifestEntry]:
             f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none [RL6004]"
         )
     try:
-        entries: dict[str, ManifestEntry] = json.loads((folder / MANIFEST).read_text())
+        found = load_json(folder / MANIFEST, MOST_OF_TABLES)
+        if not isinstance(found, dict) or not all(map(_is_entry, found.values())):
+            raise ValueError("expected the size and the hash of each file")
+        entries: dict[str, ManifestEntry] = found
     except ValueError as error:
         raise ValueError(
             f"{folder / MANIFEST} cannot be read ({error}); use another checkpoint [RL6004]"
@@ -60,6 +64,15 @@ def read_manifest(folder: Path) -> dict[str, ManifestEntry]:
         if name.startswith("/") or ".." in name.split("/"):  # it may come from elsewhere
             raise ValueError(f"{folder / MANIFEST} names {name}, outside its folder [RL6004]")
     return entries
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+        and isinstance(entry.get("place", ""), str)
+    )
 
 
 def check_manifest(folder: Path) -> None:

@@ -4,7 +4,6 @@ A folder has one file, or an index that says which tensor is in which. Files may
 the cache of huggingface_hub.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from rltrain.config.bounded_files import MOST_OF_TABLES, load_json
 from rltrain.weights.architecture.quantization_config import Quantization, quantization
 from rltrain.weights.huggingface.quantized import (
     MXFP4_BLOCK,
@@ -58,7 +58,7 @@ def open_folder(path: str | Path) -> dict[str, StoredTensor]:
 def stored_quantization(folder: Path) -> Quantization | None:
     """The storage format of the weights, from the folder's ``config.json``."""
     file = folder / "config.json"
-    return quantization(json.loads(file.read_text()), str(file)) if file.is_file() else None
+    return quantization(load_json(file), str(file)) if file.is_file() else None
 
 
 def _remedy(dtype: str, stored: Quantization | None) -> str:
@@ -153,7 +153,7 @@ def declared_files(folder: Path) -> dict[str, Path]:
             " [RL3003]"
         )
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = load_json(index, MOST_OF_TABLES)["weight_map"]
         files = {str(name): Path(str(file)) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -8,7 +8,7 @@
 Megatron writes and reads such a folder with all ranks at once, each holding its share of the model
 (megatron/core/dist_checkpointing/strategies/torch.py, over torch.distributed.checkpoint). Here
 torch.distributed.checkpoint is given the chunks of one file after another, and reads one alone.
-``.metadata`` runs code when it is opened: open only a folder whose manifest verifies.
+Nothing in it can run code (`plain_checkpoint`), unless the folder is trusted.
 """
 
 import json
@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rltrain.weights.huggingface.new_folder import split_by_bytes
+from rltrain.weights.huggingface.plain_checkpoint import read_metadata
 from rltrain.weights.huggingface.stored_model import Chunk, StoredModel
 
 
@@ -121,18 +122,19 @@ class _FileValues(DefaultSavePlanner):
 
 
 class TorchDistReader:
-    """Reads chunks of an open checkpoint. It opens pickles: see above.
+    """Reads chunks of a checkpoint.
+
+    Args:
+        trust: open it with `pickle`, whatever it holds
 
     Raises:
-        ValueError: the folder is no ``torch_dist`` checkpoint.
+        ValueError: the folder is no ``torch_dist`` checkpoint, or could run code.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust: bool = False) -> None:
         self.folder = folder
-        if not (folder / ".metadata").is_file():
-            raise ValueError(f"{folder}: expected Megatron's torch_dist format, found no .metadata")
         self._reader = FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
+        self._metadata = self._reader.read_metadata() if trust else read_metadata(folder)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def dtype(self, chunk: Chunk) -> torch.dtype:

@@ -1,6 +1,5 @@
 """Multi-token prediction layers of a checkpoint: held frozen, or skipped (ADR 8)."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Literal, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
+from rltrain.config.bounded_files import MOST_OF_TABLES, load_json
 from rltrain.weights.architecture.decoder import Architecture
 
 MTP = Literal["hold", "skip"]
@@ -67,7 +67,7 @@ def _tensor_names(folder: Path) -> Iterable[str] | None:
     try:
         single = folder / "model.safetensors"
         if not single.is_file():
-            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            index = load_json(folder / "model.safetensors.index.json", MOST_OF_TABLES)
             return list(index["weight_map"])
         with safe_open(single, framework="numpy") as file:  # which imports no torch
             return list(file.keys())

@@ -10,7 +10,7 @@ from rltrain.config.data import BUILT_IN_REWARDS
 from rltrain.config.errors import ConfigError, validate
 from rltrain.config.reference import keys, markdown, show
 from rltrain.config.rollout import OTHER_DISTRIBUTIONS
-from rltrain.config.saved_config import load_config, save_config
+from rltrain.config.saved_config import load_config, save_config, save_recipe
 from rltrain.environments.rewards import BUILT_IN
 
 HERE = Path(__file__).parent
@@ -389,11 +389,14 @@ def test_wandb_is_switched_off_in_one_way() -> None:
 
 def test_no_secret_is_saved(tmp_path: Path) -> None:
     keys = {"rollout.engine_args.hf_token": "s3cr3t", "trainer.output_dir": str(tmp_path)}
-    path = save_config(
-        validate(nested(keys)), "rl", ["+rollout.engine_args.hf_token=s3cr3t", "x=1"]
-    )
-    assert path.read_text().startswith("# rl '+rollout.engine_args.hf_token=[redacted]' x=1\n")
-    assert "s3cr3t" not in path.read_text()
+    arguments = ["+rollout.engine_args.hf_token=s3cr3t", "+a={api_key: s3cr3t}", "x=1"]
+    config = validate(nested(keys))
+    path = save_config(config, "rl", arguments)
+    hidden = "'+rollout.engine_args.hf_token=[redacted]' '+a=[redacted]'"
+    assert path.read_text().startswith(f"# rl {hidden} x=1\n")
+    save_recipe(config, "r", validate({}))
+    for file in tmp_path.iterdir():
+        assert "s3cr3t" not in file.read_text(), file
 
 
 def test_the_keys_are_those_of_the_snapshot() -> None:

@@ -17,6 +17,8 @@ from rltrain.main import compose, main, start_folder
 from rltrain.planning.machine import check_ranks, device
 from rltrain.weights.families import architecture_from_config
 from rltrain.weights.huggingface.manifest import write_manifest
+from rltrain.weights.huggingface.stored_model import StoredModel
+from rltrain.weights.huggingface.torch_dist import write_torch_dist
 
 ROOT = Path(__file__).parents[3]
 MOE = read_model(Config())
@@ -220,11 +222,20 @@ def test_imported_weights_are_whole_and_of_the_model(tmp_path: Path) -> None:
     for folder in (model, weights / "huggingface"):
         folder.mkdir(parents=True)
         save_dense_model(folder)
+    (weights / "policy").mkdir()
+    write_torch_dist(weights / "policy", [], StoredModel({}, (), {}), 1)
     config = Config.model_validate({"model": {"path": str(model), "weights": str(weights)}}).model
     with pytest.raises(ValueError, match=r"expected manifest\.json beside"):
         check_imported(config)
     write_manifest(weights)
     check_imported(config)
+    plain = (weights / "policy" / ".metadata").read_bytes()
+    (weights / "policy" / ".metadata").write_bytes(b"cos\nsystem\n.")
+    write_manifest(weights)
+    with pytest.raises(ValueError, match=r"it names os\.system.*RL7008"):
+        check_imported(config)
+    (weights / "policy" / ".metadata").write_bytes(plain)
+    write_manifest(weights)
     changed = json.loads((model / "config.json").read_text()) | {"vocab_size": 7}
     (model / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="found the weights of another architecture"):

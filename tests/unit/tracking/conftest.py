@@ -90,9 +90,17 @@ def run_dir(tmp_path_factory):
 
 LAYERS = {"routing/overlap": 0.95} | {f"routing/overlap/layer_{i}": 0.9 for i in (1, 2)}
 SECRET = "hf_do_not_show"
+KNOWN = "known-by-its-value"
+"""Of a variable of the environment."""
 ANSWER = "2 | `**`\n```<b>"
 """Text that would break a table, a block of code or a page."""
-SAMPLE = {"prompt": "1+1", "response": ANSWER, "answer": "2", "reward": 1, "finish_reason": "stop"}
+SAMPLE = {
+    "prompt": f"1+1 {KNOWN}",
+    "response": ANSWER,
+    "answer": "2",
+    "reward": 1,
+    "finish_reason": "stop",
+}
 ROLLOUT = SAMPLE | {"answer": {"value": 2}, "reward_parts": {"brief": -0.5}, "advantage": 0.25}
 ROLLOUT |= {"group": 0, "sample": 0, "tokens": ["2"], "rollout_logprobs": [-0.5], "loss_mask": [1]}
 
@@ -102,13 +110,18 @@ def copied_run(tmp_path_factory):
     """A run of two steps that fails and its resumption from step 1, in all three trackers."""
     folder = tmp_path_factory.mktemp("copied")
     config = {"trainer": {"seed": 7, "steps": 4}, "hub": {"hf_token": SECRET}, "empty": {}}
-    tracking = TrackingConfig(
-        backends=["wandb", "tensorboard", "mlflow"], wandb="offline", project="p", name="two-steps"
-    )
+    config |= {"notes": [{"of": f"it is {KNOWN}"}], "headers": {"authorization": [SECRET]}}
+    backends = ["wandb", "tensorboard", "mlflow"]
+    tracking = TrackingConfig(backends=backends, wandb="offline", project="p", name="two-steps")
+    versions = {"commit": KNOWN}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        for first_step, error in ((0, RuntimeError("cut off")), (1, None)):
-            tracker = Tracker(folder, tracking, config, {}, num_steps=4, first_step=first_step)
+        patch.setenv("A_SERVICE_KEY", KNOWN)
+        patch.setattr("sys.argv", ["rltrain", "train", f"+a={{api_key: {SECRET}}}", KNOWN])
+        for first_step, error in ((0, RuntimeError(f"cut off: {KNOWN}")), (1, None)):
+            tracker = Tracker(
+                folder, tracking, config, versions, num_steps=4, first_step=first_step
+            )
             for step in (first_step, first_step + 1):
                 tracker.rollouts(step, [ROLLOUT])
                 metrics = {"reward/mean": 0.25 * step + first_step, "mismatch/k3": 1e-5, **LAYERS}

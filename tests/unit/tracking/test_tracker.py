@@ -12,6 +12,8 @@ from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.progress import TransferBar, key_numbers
 from rltrain.tracking.tracker import SAMPLE_COLUMNS, Tracker
+from tests.unit.tracking.conftest import KNOWN
+from tests.unit.tracking.conftest import SECRET as PLANTED
 
 TRACKING = TrackingConfig(backends=[], num_samples=2)
 SAMPLE = dict.fromkeys(SAMPLE_COLUMNS, "x") | {"reward": 1}
@@ -153,6 +155,18 @@ def test_what_only_sounds_secret_stays():
         "key": "prompt",
     }
     assert redacted(config) == config
+
+
+def test_no_file_of_a_run_holds_a_secret(copied_run):
+    """The command line, the configuration, a sample, a version and an error had it."""
+    files = [file for file in copied_run.rglob("*") if file.is_file()]
+    assert {"report.html", "samples.jsonl", "rollouts.jsonl", "outcome.json", "versions.json"} <= {
+        file.name for file in files
+    }
+    assert any(file.suffix == ".wandb" for file in files)
+    for file in files:
+        content = file.read_bytes()
+        assert PLANTED.encode() not in content and KNOWN.encode() not in content, file
 
 
 def test_the_environment_names_what_computes():

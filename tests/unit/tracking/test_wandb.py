@@ -11,6 +11,7 @@ from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.dashboard import DASHBOARD, panel_lines
 from rltrain.tracking.metrics import find_metric
 from rltrain.tracking.wandb import STEP, dashboard_view
+from tests.unit.tracking.conftest import KNOWN
 
 LAYERS = {f"routing/overlap/layer_{i}": 0.9 for i in (1, 2)}
 
@@ -106,6 +107,7 @@ def test_no_secret_reaches_wandb(runs):
     (started,) = _records(runs[0], "run")
     assert started["config"]["update"]["trainer"] == {"seed": 7, "steps": 4}
     assert "hf_do_not_show" not in json.dumps(runs)
+    assert KNOWN not in json.dumps(runs)
 
 
 def test_a_resumed_run_keeps_its_id_and_a_failed_one_says_so(runs):
