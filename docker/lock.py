@@ -9,7 +9,8 @@ Python that rltrain supports, so one file serves all.
 
 Every pin has the SHA-256 of each of its files at the package index, so that every Python finds its
 file there. `make lock` keeps the hashes of pins that did not change, and asks the index for others
-through uv (`pip install uv`). It does the same in requirements-gpu.lock, whose pins are pip's.
+through uv (`pip install uv`). It does the same in requirements-gpu.lock and
+requirements-kuberay.lock, whose pins are pip's.
 torch's CPU build has no hash, because PyPI does not have that build.
 
 `--check` writes nothing, asks nobody, and exits 1 if a file would change.
@@ -30,6 +31,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 LOCK, GPU_LOCK = ROOT / "requirements-cpu.lock", ROOT / "requirements-gpu.lock"
+KUBERAY_LOCK = ROOT / "requirements-kuberay.lock"
 PYTHONS = ("3.11", "3.12", "3.13")
 PYTHON = "3.12.9"  # the hashes of a release are the same for every one
 HEADER = """\
@@ -133,8 +135,8 @@ def render(project: dict[str, Any], known: dict[str, list[str]], *, offline: boo
     return header + hashed(closure(project), known, offline=offline)
 
 
-def render_gpu(text: str, *, offline: bool) -> str:
-    """The lock of the GPU stack, with hashes for the pins that have none."""
+def render_pins(text: str, *, offline: bool) -> str:
+    """A lock whose pins are pip's, with hashes for those that have none."""
     header = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     known = read_hashes(text)
     return header + hashed(list(known), known, offline=offline)
@@ -151,7 +153,10 @@ def main() -> None:
     try:
         texts = {
             LOCK: render(project, known, offline=check),
-            GPU_LOCK: render_gpu(GPU_LOCK.read_text(), offline=check),
+            **{
+                lock: render_pins(lock.read_text(), offline=check)
+                for lock in (GPU_LOCK, KUBERAY_LOCK)
+            },
         }
     except ValueError as error:
         sys.exit(str(error))

@@ -5,7 +5,7 @@ No real file comes near the limits, so no key raises them.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -51,14 +51,23 @@ def check_yaml(file: Path) -> None:
     """Raise ``ValueError`` if ``file`` is too large or too deep, or would be once its aliases are
     replaced by what they stand for. Raises ``yaml.YAMLError`` if it is not YAML."""
     check_size(file, MOST_OF_YAML)
+    with file.absolute().open(encoding="utf-8") as content:  # whose name errors tell
+        if _is_too_much(content):
+            raise ValueError(
+                f"{file}: expected fewer than {MOST_NODES} values with aliases written out, and at "
+                f"most {MOST_LEVELS} levels, found more: it is no configuration [RL7009]"
+            )
+
+
+def _is_too_much(content: TextIO) -> bool:
     sizes: dict[str, int] = {}
     inside: list[tuple[str | None, int]] = []
     nodes = 0
-    for event in yaml.parse(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+    for event in yaml.parse(content, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in {anchor for anchor, _ in inside}:
-                nodes = MOST_NODES  # it holds itself
-            nodes += sizes.get(event.anchor, 1)
+                return True  # it holds itself
+            nodes += sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = inside.pop()
             if anchor is not None:
@@ -68,7 +77,5 @@ def check_yaml(file: Path) -> None:
                 inside.append((event.anchor, nodes))
             nodes += 1
         if nodes >= MOST_NODES or len(inside) > MOST_LEVELS:
-            raise ValueError(
-                f"{file}: expected fewer than {MOST_NODES} values with aliases written out, and at "
-                f"most {MOST_LEVELS} levels, found more: it is no configuration [RL7009]"
-            )
+            return True
+    return False

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rltrain.config.redact import URL_LOGIN, is_secret
+from rltrain.config.redact import URL_LOGIN
+from rltrain.config.secret_names import is_secret
 
 PREFIXES = ("NCCL_", "GLOO_", "HF_", "VLLM_", "TOKENIZERS_")
 """Variables of the driver that reach the actors on every node, as if they were in cluster.env."""

@@ -17,10 +17,10 @@ from rltrain.config.redact import (
     REDACTED,
     Redactor,
     WithoutSecrets,
-    is_secret,
     redacted,
     redacted_text,
 )
+from rltrain.config.secret_names import is_secret
 
 
 @pytest.mark.parametrize(
