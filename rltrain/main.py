@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.actors.interrupts import exit_status, grace, last_act
+from rltrain.actors.run_lock import run_lock
 from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.going_on import how_to_go_on
 from rltrain.cli.typed_command import program
@@ -72,27 +73,46 @@ def train(
         show: only print the configuration
     """
     log_without_secrets()
-    try:
-        config = compose(overrides, config_dir)
-        if show:
-            sys.stdout.write(OmegaConf.to_yaml(redacted(config.model_dump(mode="json"))))
-            return 0
-        from rltrain.controller.checks.preflight import preflight
+    with ExitStack() as held:
+        try:
+            config = compose(overrides, config_dir)
+            if show:
+                sys.stdout.write(OmegaConf.to_yaml(redacted(config.model_dump(mode="json"))))
+                return 0
+            config = start_folder(config)
+            held.enter_context(run_lock(Path(config.trainer.output_dir)))
+            data = prepare(config, overrides, config_dir, arguments)
+        except ValueError as error:
+            return fail(CANNOT_START, error, 2)
+        except KeyboardInterrupt:
+            sys.stderr.write("rltrain: interrupted before anything was started\n")
+            return exit_status()
+        except OSError as error:  # a full or read-only disk, most likely
+            return fail(CANNOT_START, error, 1)
+        except Exception as error:
+            return fail(f"{CANNOT_START} ({keep_traceback()})", error, 1)
+        return run(config, data, arguments)
 
-        config = start_folder(config)
-        data = preflight(config)
-        save_config(config, shlex.join(program(arguments)), arguments)
-        save_changes_of_recipe(config, overrides, config_dir)
-    except ValueError as error:
-        return fail(CANNOT_START, error, 2)
-    except KeyboardInterrupt:
-        sys.stderr.write("rltrain: interrupted before anything was started\n")
-        return exit_status()
-    except OSError as error:  # a full or read-only disk, most likely
-        return fail(CANNOT_START, error, 1)
-    except Exception as error:
-        return fail(f"{CANNOT_START} ({keep_traceback()})", error, 1)
-    return run(config, data, arguments)
+
+def prepare(
+    config: Config, overrides: Sequence[str], config_dir: Path | None, arguments: Sequence[str]
+) -> "RunData":
+    """Check all that can be checked, and write the configuration into the run's folder.
+
+    Args:
+        arguments: as in `train`
+
+    Raises:
+        ValueError: the run cannot start.
+    """
+    from rltrain.controller.checks.preflight import preflight
+    from rltrain.controller.choose_checkpoint import keep_earlier_config
+
+    data = preflight(config)
+    keep_earlier_config(config)
+    save_config(config, shlex.join(program(arguments)), arguments)
+    save_changes_of_recipe(config, overrides, config_dir)
+    return data
 
 
 def run(config: Config, data: "RunData", arguments: Sequence[str]) -> int:

@@ -5,9 +5,11 @@ writes, so that no process holds more than a few pieces.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 from rltrain.config.durable import rename_durably, sync, write_durably
@@ -20,6 +22,12 @@ from rltrain.weights.huggingface.remote_folder import RemoteFolder
 
 PARTIAL = ".partial"
 """What a name ends in that is left over if the process was killed; it begins with a dot."""
+UNFINISHED = ".unfinished"
+"""A file in the folder of a checkpoint that this node has written and the controller may not have
+committed. Without it nothing is removed that lacks a manifest."""
+ASIDE = "set_aside"
+"""The folder, among those of checkpoints, of the ones that a run did not go on from."""
+STEP = re.compile(r"step_[0-9]+")
 
 
 def write_token(folder: Path, name: str) -> str | None:
@@ -93,8 +101,9 @@ def write_file(path: Path, data: bytes) -> None:
     write_durably(path, data)
 
 
-def read_file(path: Path) -> bytes:
-    return path.read_bytes()
+def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Those that are there."""
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def take_in(incoming: Path, folder: Path, entries: Mapping[str, ManifestEntry]) -> None:
@@ -126,6 +135,12 @@ def make_ready(folder: Path) -> None:
     remove_leftovers(folder)
 
 
+def step_folders(folder: Path) -> list[str]:
+    """Names of the folders of steps, whatever is in them."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [path.name for path in paths if STEP.fullmatch(path.name) and path.is_dir()]
+
+
 def rename(partial: Path, target: Path) -> None:
     """A rank on this node may have written nothing, and then there is nothing to rename.
 
@@ -135,6 +150,20 @@ def rename(partial: Path, target: Path) -> None:
         remove(target)
         sync(partial)
         rename_durably(partial, target)
+
+
+def rename_unfinished(partial: Path, target: Path) -> None:
+    """As `rename`, until `finish`."""
+    if partial.is_dir():
+        (partial / UNFINISHED).touch()
+        rename(partial, target)
+
+
+def finish(target: Path, record: Mapping[str, bytes]) -> None:
+    """The controller has committed the checkpoint of this record, by file name."""
+    for name, data in record.items():
+        write_file(target / name, data)
+    (target / UNFINISHED).unlink(missing_ok=True)
 
 
 def link(folder: Path, name: str, target: str) -> None:
@@ -148,27 +177,40 @@ def link(folder: Path, name: str, target: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """A folder or a link. Of a checkpoint the manifest goes first: without it, it is none."""
+    """A folder or a link. It has no such name any more before the first file goes."""
     if path.is_symlink():
         path.unlink()
-        return
-    if (path / MANIFEST).exists():
-        (path / MANIFEST).unlink()
-        sync(path)
-    shutil.rmtree(path, ignore_errors=True)  # what then stands in the way, a rename names
+    elif path.is_dir():
+        gone = path.with_name(f".{path.name}.removed{PARTIAL}")
+        shutil.rmtree(gone, ignore_errors=True)
+        rename_durably(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path, known: Sequence[str] | None = None) -> None:
     """What killed processes left half-written in ``folder``.
 
     Args:
-        known: names of checkpoints that are complete somewhere; others without a manifest go
+        known: names of checkpoints that are complete somewhere; others that are `UNFINISHED` go
     """
     for path in list(folder.glob("*")) if folder.is_dir() else []:
-        half = path.name.startswith(".") and path.name.endswith(PARTIAL)
-        lost = known is not None and path.name.startswith("step_") and path.name not in known
-        if half or (lost and not (path / MANIFEST).exists()):
+        if path.name.startswith(".") and path.name.endswith(PARTIAL):
             remove(path)
+        elif known is not None and (path / UNFINISHED).is_file():
+            if path.name in known:
+                finish(path, {})
+            else:
+                remove(path)
+
+
+def set_aside(folder: Path, names: Sequence[str]) -> None:
+    """Move the folders of these names out of the way, into `ASIDE`."""
+    for name in names:
+        if os.path.lexists(folder / name):
+            (folder / ASIDE).mkdir(exist_ok=True)
+            ends = chain([""], (f".{n}" for n in count(2)))
+            places = (folder / ASIDE / f"{name}{end}" for end in ends)
+            os.rename(folder / name, next(at for at in places if not os.path.lexists(at)))
 
 
 def records(folder: Path) -> list[str]:

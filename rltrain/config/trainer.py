@@ -1,5 +1,6 @@
 """The training loop, its outputs and the machines that it runs on."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -18,8 +19,12 @@ class TrainerConfig(Section):
     seed: int = 0
     eval_every: Annotated[int, Field(ge=0)] = 10
     """Steps between evaluations. The first and the last step always evaluate. 0: never evaluate."""
-    resume: Literal["auto", "never"] = "never"
-    """``auto`` resumes from the newest checkpoint in ``output_dir``."""
+    resume: str = "never"
+    """``auto`` resumes from the newest checkpoint in ``output_dir`` that is whole, ``step:20`` from
+    that of step 20. ``never`` begins a new run."""
+    resume_with_changes: bool = False
+    """Resume although keys were changed that change what the checkpoint means, such as the learning
+    rate or the reward (docs/checkpoints.md)."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often within ``restart_window_s`` the run starts all its parts again, from the newest
     checkpoint, after a process of it died or froze. 0: it ends."""
@@ -38,12 +43,30 @@ class TrainerConfig(Section):
     """After every sync, compare all tensors of the engine bitwise with those of a newly started
     engine. Slow."""
 
+    @property
+    def resumes(self) -> bool:
+        return self.resume != "never"
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step that ``resume`` names; None where it names none."""
+        _, colon, step = self.resume.partition(":")
+        return int(step) if colon else None
+
+    @field_validator("resume")
+    @classmethod
+    def resume_is_never_auto_or_a_step(cls, resume: str) -> str:
+        if not re.fullmatch("never|auto|step:[1-9][0-9]*", resume):
+            raise ValueError(f"expected never, auto or a step such as step:20, found {resume}")
+        return resume
+
     @model_validator(mode="after")
     def resuming_needs_a_fixed_folder(self) -> Self:
-        if self.resume == "auto" and "%" in self.output_dir:
+        if self.resumes and "%" in self.output_dir:
             raise ValueError(
-                f"resume=auto looks for checkpoints in output_dir, and {self.output_dir} is a new "
-                "folder every time: set trainer.output_dir to the run to go on with"
+                f"resume={self.resume} looks for checkpoints in output_dir, and "
+                f"{self.output_dir} is a new folder every time: set trainer.output_dir to the run "
+                "to go on with"
             )
         return self
 

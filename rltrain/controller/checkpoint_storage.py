@@ -7,6 +7,7 @@ nodes get a copy of the record, so that a run can go on with its controller else
 """
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,17 +19,29 @@ from rltrain.actors import node_files
 from rltrain.config import Config
 from rltrain.config.trainer import CheckpointConfig
 from rltrain.controller import run_checkpoint as checkpoint
+from rltrain.controller.checkpoint_record import SHOWN
 from rltrain.controller.cluster.disks import Disks, disks_of
-from rltrain.controller.remote_records import put_config, remove_remote_leftovers
+from rltrain.controller.remote_records import (
+    is_below,
+    put_config,
+    remote_steps,
+    remove_remote,
+    remove_remote_leftovers,
+    set_aside_remote,
+)
 from rltrain.planning.memory_terms import gib
-from rltrain.weights.huggingface.manifest import MANIFEST, ManifestEntry, read_manifest
+from rltrain.weights.huggingface.manifest import (
+    MANIFEST,
+    ManifestEntry,
+    parse_manifest,
+    read_manifest,
+)
 from rltrain.weights.huggingface.remote_folder import RemoteFolder
 
 if TYPE_CHECKING:
     from rltrain.controller.cluster.ray_cluster import Cluster
 
-SHOWN = 5
-"""Names in a message."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,10 +111,29 @@ class Storage:
         return f"The disks of {self.run_dir} have free: {listed}."
 
 
-def remove_remote(folder: RemoteFolder) -> None:
-    """Of a checkpoint the manifest goes first: without it, it is none."""
-    folder.remove([MANIFEST])
-    folder.remove(folder.sizes())
+def candidates(storage: Storage) -> list[Path]:
+    """The folders of its steps on any disk or below the URL, newest first, whatever is in them."""
+    disks = dict.fromkeys(storage.all_disks, (storage.folder,))
+    found = storage.disks.call_each(node_files.step_folders, disks)
+    names = {name for there in found.values() for name in there}
+    if storage.remote is not None:
+        names |= remote_steps(storage.remote)
+    return checkpoint.in_order(storage.run_dir, names)
+
+
+def set_aside(storage: Storage, step: int) -> None:
+    """The run goes on from ``step``: move what there is of later ones out of its way."""
+    newer = [path.name for path in candidates(storage) if checkpoint.step_of(path) > step]
+    if not newer:
+        return
+    if storage.remote is not None:
+        set_aside_remote(storage.remote, newer)
+    storage.on_disks(storage.all_disks, node_files.set_aside, storage.folder, newer)
+    logger.warning(
+        "set aside, in %s: %s. Remove them when you do not need them",
+        storage.folder / node_files.ASIDE,
+        ", ".join(newer),
+    )
 
 
 def local_storage(run_dir: Path, config: CheckpointConfig) -> Storage:
@@ -128,7 +160,7 @@ def open_storage(config: Config, placed: "Cluster") -> Storage:
         check_remote_on_nodes(storage.remote, disks)
         put_config(storage.remote, run_dir)
         remove_remote_leftovers(storage.remote)
-    if config.trainer.resume == "auto":
+    if config.trainer.resumes:
         gather_records(storage)
     else:
         check_no_records(storage)
@@ -194,7 +226,8 @@ def check_no_records(storage: Storage) -> None:
 
 
 def gather_records(storage: Storage) -> None:
-    """Give the controller's node the records of all checkpoints, and remove what is none."""
+    """Give the controller's node the records of all checkpoints, and remove what was not committed.
+    What has no record at all stays: a run does not go on as if it were not there."""
     found = storage.disks.call_each(
         node_files.records, dict.fromkeys(storage.all_disks, (storage.folder,))
     )
@@ -204,18 +237,19 @@ def gather_records(storage: Storage) -> None:
         if name in found[storage.driver]:
             continue
         disk = next(disk for disk in storage.others if name in found[disk])
-        record = {
-            file: storage.disks.call(disk, node_files.read_file, path / file)
-            for file in (checkpoint.STATE, MANIFEST)
-        }
-        record[MANIFEST] = json.dumps(moved(storage, record[MANIFEST], disk)).encode()
-        for file, data in record.items():
-            storage.disks.call(storage.driver, node_files.write_file, path / file, data)
+        names = [checkpoint.STATE, MANIFEST]
+        record = storage.disks.call(disk, node_files.read_files, path, names)
+        with suppress(ValueError):  # `find_checkpoint` says what is wrong with it
+            entries = parse_manifest(record[MANIFEST], disk)
+            if storage.remote is not None and is_below(storage.remote, entries):
+                continue  # the URL alone says what is there
+            record[MANIFEST] = moved(entries, disk)
+        storage.disks.call(storage.driver, node_files.finish, path, record)
     storage.on_disks(storage.all_disks, node_files.remove_leftovers, storage.folder, known)
 
 
-def moved(storage: Storage, manifest: bytes, disk: str) -> dict[str, ManifestEntry]:
+def moved(entries: Mapping[str, ManifestEntry], disk: str) -> bytes:
     """The manifest that was written by a controller on another node, of which only the record is
     left: `Storage` looks for the files on all nodes, and this names the node for an error."""
-    entries: dict[str, ManifestEntry] = json.loads(manifest)
-    return {name: {**entry, "place": entry.get("place", disk)} for name, entry in entries.items()}
+    placed = {name: {**entry, "place": entry.get("place", disk)} for name, entry in entries.items()}
+    return json.dumps(placed).encode()

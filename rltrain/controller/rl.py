@@ -16,6 +16,7 @@ from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import cluster
 from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.controller.evaluation import Evaluator
+from rltrain.controller.find_checkpoint import find_checkpoint
 from rltrain.controller.loop import Trainer
 from rltrain.controller.run_data import RunData
 from rltrain.controller.run_loop import is_finished, open_tracker, resume
@@ -46,6 +47,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         progress.phase("start_ray")
         placed = stack.enter_context(cluster(config))
         storage = open_storage(config, placed)
+        found = find_checkpoint(config, storage)
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
         progress.phase("warm_start" if model_path is None else None)
         disks = disks_of(config, placed)
@@ -76,7 +78,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         card = find_card(placed.gpu_name)
         speed = Speed.of(config, arch, placed.placement, card)
         models: list[WorkerGroup] = [policy] if critic is None else [policy, critic]
-        start = resume(config, storage, models, prompts)
+        start = resume(config, storage, found, models, prompts)
         progress.phase("start_engines")
         versions = {"engine": json.dumps(wait_until_ready()[0])}
         tracker = stack.enter_context(open_tracker(config, placed, start.after, progress, versions))

@@ -4,30 +4,30 @@
         policy/        Megatron's distributed checkpoint
         critic/        likewise, where there is one
         reference/     parameters alone, where the reference is refreshed
-        state.json     step, data position, which model it is of
+        state.json     step, data position, which model it is of, with which configuration
         manifest.json  size and SHA-256 of every other file
+    <run>/checkpoints/set_aside/step_000020/
+        what a run did not go on from, though it is newer; nothing reads or removes it
     <run>/checkpoints/last/
         policy/        the final weights alone; or all of it is a link to the last step's checkpoint
 
-They are written by `save_checkpoint` and opened by `restore_checkpoint`; `checkpoint_storage` says
-where their files are. Here a checkpoint is its record: the manifest and `state.json`.
+They are written by `save_checkpoint`, chosen and proven whole by `find_checkpoint`, and opened by
+`restore_checkpoint`; `checkpoint_storage` says where their files are. Here a checkpoint is its
+record: the manifest and `state.json`.
 """
 
-import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rltrain.actors import node_files
 from rltrain.config import Config
 from rltrain.config.bounded_files import MOST_OF_TABLES, load_json
-from rltrain.weights.huggingface.manifest import (
-    MANIFEST,
-)
+from rltrain.weights.huggingface.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from rltrain.weights.architecture.decoder import Architecture
     from rltrain.weights.huggingface.identity import ModelIdentity
-
-logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 FOLDER = "checkpoints"
@@ -36,9 +36,18 @@ LAST = "last"
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The complete ones of its steps, oldest first."""
-    complete = (p.parent for p in _folder(run_dir).glob(f"step_*/{MANIFEST}"))
-    return sorted(complete, key=step_of)
+    """Those of its steps that have a manifest, oldest first."""
+    return [path for path in reversed(candidates_here(run_dir)) if (path / MANIFEST).is_file()]
+
+
+def candidates_here(run_dir: Path) -> list[Path]:
+    """The folders of its steps on this disk, newest first, whatever is in them."""
+    return in_order(run_dir, node_files.step_folders(_folder(run_dir)))
+
+
+def in_order(run_dir: Path, names: Iterable[str]) -> list[Path]:
+    """The folders of these names, newest step first."""
+    return sorted((_folder(run_dir) / name for name in set(names)), key=step_of, reverse=True)
 
 
 def last_weights(run_dir: Path) -> Path | None:
@@ -88,13 +97,6 @@ def check_model(path: Path, model: "ModelIdentity", *, trust: bool) -> None:
         )
 
 
-def check_resumed(config: Config, arch: "Architecture") -> None:
-    """What ``trainer.resume=auto`` would go on from is of this run's model; see `check_model`."""
-    saved = checkpoints(Path(config.trainer.output_dir))
-    if config.trainer.resume == "auto" and saved:
-        check_model(saved[-1], model_of(config, arch), trust=config.checkpoint.trust)
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """What was saved beside the models.
 
@@ -102,13 +104,13 @@ def read_state(path: Path) -> dict[str, Any]:
         ValueError: the file is damaged.
     """
     try:
-        state: dict[str, Any] = load_json(path / STATE, MOST_OF_TABLES)
+        state = load_json(path / STATE, MOST_OF_TABLES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path / STATE} cannot be read ({error}). Remove {path} to go on from an older "
-            "checkpoint"
-            " [RL6004]"
+            f"{path / STATE} cannot be read ({error}); use another checkpoint [RL6004]"
         ) from error
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise ValueError(f"{path / STATE} does not say its step; use another checkpoint [RL6004]")
     return state
 
 

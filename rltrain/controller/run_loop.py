@@ -23,7 +23,9 @@ from rltrain.controller.cluster.node_gpus import gpu_listener
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.cluster.worker_group import WorkerGroup
+from rltrain.controller.find_checkpoint import Found
 from rltrain.controller.restore_checkpoint import restore
+from rltrain.controller.resume_changes import settings_of
 from rltrain.controller.save_checkpoint import save, save_last
 from rltrain.controller.speed import Speed
 from rltrain.data.loader import PromptLoader
@@ -208,8 +210,9 @@ class Loop(ABC):
 
     def kept(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint keeps beside the models, and what `complete` needs."""
-        kept = {"model": self.start.model, "metrics": dict(metrics), "skipped": self.skipped}
-        return kept | self.state()
+        about = {"model": self.start.model, "config": settings_of(self.config)}
+        kept = {"metrics": dict(metrics), "skipped": self.skipped}
+        return about | kept | self.state()
 
     def save_settled(self) -> None:
         """The run was interrupted: keep the steps since the last checkpoint."""
@@ -263,19 +266,24 @@ def is_checkpoint_due(config: Config, step: int) -> bool:
 
 
 def resume(
-    config: Config, storage: Storage, models: Sequence[WorkerGroup[Any]], prompts: PromptLoader
+    config: Config,
+    storage: Storage,
+    found: Found,
+    models: Sequence[WorkerGroup[Any]],
+    prompts: PromptLoader,
 ) -> Start:
-    """Load this run's newest checkpoint into models and prompts, if ``trainer.resume`` asks for it
-    and there is one."""
-    model = checkpoint.model_of(config, read_model(config))
-    saved = checkpoint.checkpoints(storage.run_dir)
-    if config.trainer.resume != "auto" or not saved:
-        return Start(model, storage)
-    # The preflight did so, unless another node had the record.
-    checkpoint.check_model(saved[-1], model, trust=config.checkpoint.trust)
-    state = restore(storage, saved[-1], models)
-    prompts.load_state_dict(state["prompts"])
-    return Start(model, storage, int(state["step"]), state)
+    """Load the checkpoint that was found into models and prompts, if there is one."""
+    if (record := found.record) is None:
+        return Start(found.model, storage)
+    restore(storage, record, models)
+    state = dict(record.state)
+    if config.trainer.resume_with_changes and not prompts.matches(state["prompts"]):
+        logger.warning("the training data were changed: the run goes on with the first of them")
+    else:
+        prompts.load_state_dict(state["prompts"])
+    if "algorithm.kl.coef" in found.changes:
+        state.pop("kl_coef", None)
+    return Start(found.model, storage, record.step, state)
 
 
 def is_finished(config: Config) -> bool:
@@ -285,7 +293,7 @@ def is_finished(config: Config) -> bool:
         ValueError: it ended without a checkpoint, so it could only start again from the beginning.
     """
     run_dir = Path(config.trainer.output_dir)
-    if config.trainer.resume == "never":
+    if config.trainer.resume != "auto":
         return False
     if read_facts(run_dir / OUTCOME).get("state") != "finished":
         return False

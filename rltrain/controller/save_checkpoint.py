@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.actors import node_files
 from rltrain.config.durable import write_durably
+from rltrain.controller.checkpoint_record import SHOWN
 from rltrain.controller.checkpoint_space import (
     DiskFull,
     amount,
@@ -20,7 +21,8 @@ from rltrain.controller.checkpoint_space import (
     is_full,
     needed_by_disk,
 )
-from rltrain.controller.checkpoint_storage import SHOWN, Storage, remove_remote
+from rltrain.controller.checkpoint_storage import Storage
+from rltrain.controller.remote_records import begin_remote, commit_remote, remove_remote
 from rltrain.controller.run_checkpoint import LAST, STATE, checkpoints
 from rltrain.weights.huggingface.manifest import (
     MANIFEST,
@@ -116,7 +118,7 @@ def _write(
         check_free(storage.disks, storage.folder, needed, f"checkpoint of step {state['step']}")
         partial.mkdir()
         if remote is not None:
-            remove_remote(remote)
+            begin_remote(remote)
         entries: Entries = {}
         for part in parts:
             written = part.write(partial)
@@ -156,14 +158,13 @@ def _commit(storage: Storage, partial: Path, target: Path, entries: Entries) -> 
     write_manifest(partial, entries)
     storage.on_disks([storage.driver], node_files.remove, target)
     if storage.remote is None:
-        storage.on_disks(storage.others, node_files.rename, partial, target)
+        storage.on_disks(storage.others, node_files.rename_unfinished, partial, target)
     else:  # what was uploaded
         storage.on_disks(storage.others, node_files.remove, partial)
         node_files.keep_only(partial, [STATE, MANIFEST])
     storage.on_disks([storage.driver], node_files.rename, partial, target)
-    for file in (STATE, MANIFEST):
-        data = (target / file).read_bytes()
-        storage.on_disks(storage.others, node_files.write_file, target / file, data)
+    record = node_files.read_files(target, [STATE, MANIFEST])
+    storage.on_disks(storage.others, node_files.finish, target, record)
 
 
 def _commit_remote(remote: RemoteFolder, partial: Path, entries: Entries) -> None:
@@ -184,4 +185,4 @@ def _commit_remote(remote: RemoteFolder, partial: Path, entries: Entries) -> Non
         name: ManifestEntry(bytes=e["bytes"], sha256=e["sha256"]) for name, e in entries.items()
     }
     write_manifest(partial, bare)
-    remote.put({MANIFEST: partial / MANIFEST})
+    commit_remote(remote, partial / MANIFEST)

@@ -27,6 +27,7 @@ from rltrain.controller.cluster.model_folders import (
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.evaluation import is_due
+from rltrain.controller.find_checkpoint import find_checkpoint
 from rltrain.controller.run_data import RunData
 from rltrain.controller.run_loop import Loop, Step, is_finished, open_tracker, resume
 from rltrain.controller.speed import Speed
@@ -58,6 +59,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
     progress.phase("start_ray")
     with cluster(config) as placed:
         storage = open_storage(config, placed)
+        found = find_checkpoint(config, storage)
         check_imported_weights(config, storage.disks)
         if config.model.path is None:
             share_folder(storage.disks, path)
@@ -70,7 +72,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
             config.trainer.seed,
             repeat=config.data.repeat_in_step,
         )
-        start = resume(config, storage, [policy], prompts)
+        start = resume(config, storage, found, [policy], prompts)
         with open_tracker(config, placed, start.after, progress) as tracker:
             SupervisedTrainer(
                 config,

@@ -50,17 +50,22 @@ class PromptLoader:
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self._fingerprint, "loader": self._loader.state_dict()}
 
+    def matches(self, state: dict[str, Any]) -> bool:
+        """Whether it was saved with these problems, this seed and step size."""
+        return bool(state["fingerprint"] == self._fingerprint)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``.
 
         Raises:
             ValueError: it was saved with other problems, another seed or step size.
         """
-        if state["fingerprint"] != self._fingerprint:
+        if not self.matches(state):
             raise ValueError(
                 "the checkpoint's data position was saved with other data, data.seed, "
                 "trainer.seed, trainer.prompts_per_step or rollout.oversample: resume with those "
-                "of the checkpoint, or start anew"
+                "of the checkpoint, or set trainer.resume_with_changes=true to begin with the "
+                "first of these data, or start anew"
                 " [RL6006]"
             )
         self._loader.load_state_dict(state["loader"])

@@ -24,6 +24,8 @@ from rltrain.weights.huggingface.manifest import ManifestEntry, entries_of
 from rltrain.weights.huggingface.plain_checkpoint import check_runs_no_code
 
 _HEAD = "output_layer.weight"
+_SETTINGS = ("max_lr", "min_lr", "betas", "eps", "weight_decay")
+"""Of the optimizer's parameter groups; a checkpoint holds them, too."""
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 """The name of a file of tensors; torch.distributed.checkpoint puts the rank into it."""
 
@@ -59,6 +61,8 @@ def load_model(
 ) -> None:
     """Read what `save_model` wrote, in this layout or another. Collective.
 
+    What the configuration sets of the optimizer stays as it is set now.
+
     Args:
         trust: open it, whatever it holds
 
@@ -72,8 +76,11 @@ def load_model(
     )
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state[f"model{number}"])
+    own = [{key: group[key] for key in _SETTINGS} for group in optimizer.param_groups]
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
     learning_rate.update = state["updates"]
 
 

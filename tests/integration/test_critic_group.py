@@ -14,6 +14,7 @@ from rltrain.controller.checkpoint_storage import local_storage
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.find_checkpoint import examine
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.save_checkpoint import save
 from rltrain.planning.place import on_one_cpu
@@ -78,8 +79,9 @@ def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     assert (folder / "critic").is_dir()
     critic.update(fields)
     assert (critic.values() - saved).abs().max() > 1e-3
-    state = restore(storage, folder, [critic])
-    assert state == {"step": 1} and torch.equal(critic.values(), saved)
+    record = examine(storage, folder)
+    restore(storage, record, [critic])
+    assert record.state == {"step": 1} and torch.equal(critic.values(), saved)
 
     rows = [3, 2, 1, 0]
     critic.begin_step(batch.select(rows))
@@ -88,7 +90,7 @@ def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     policy = object.__new__(PolicyGroup)  # that no run without one has saved
     policy._config = config()
     with pytest.raises(ValueError, match="saved by a run without a policy"):
-        restore(storage, folder, [policy, critic])
+        restore(storage, record, [policy, critic])
     with pytest.raises(RuntimeError, match=r"^critic\.values: IndexError"):
         critic._call(lambda worker: worker.values([[99]]))
     critic.shutdown()

@@ -83,6 +83,24 @@ def test_any_error_is_one_message_and_leaves_its_traceback_and_a_report(
         assert SECRET not in text and "me:secret" not in text and "\x1b" not in text
 
 
+def test_a_run_holds_its_folder(
+    failing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From before anything is read or written there to its end; another process is told so."""
+    typed = ["train", *ARGUMENTS, "trainer.resume=auto", f"trainer.output_dir={tmp_path}/run"]
+    second = []
+
+    def train() -> None:
+        command = [sys.executable, "-m", "rltrain.cli.app", *typed]
+        second.append(subprocess.run(command, capture_output=True, text=True, timeout=60))
+
+    assert failing(train) == 0
+    assert second[0].returncode == 2
+    said = f"found the run of process {os.getpid()} on "
+    assert said in second[0].stderr and "RL6016" in second[0].stderr
+    assert not (tmp_path / "run/run.lock").exists()
+
+
 def test_the_trackers_own_report_is_left_as_it_is(failing: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
 

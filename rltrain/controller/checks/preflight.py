@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from rltrain.actors.run_lock import unwritable
 from rltrain.config import Config
 from rltrain.config.algorithm import AlgorithmConfig
 from rltrain.config.saved_config import NAME as CONFIG_FILE
@@ -26,8 +27,9 @@ from rltrain.controller.checks.model_checks import (
     check_weights,
     read_model,
 )
+from rltrain.controller.choose_checkpoint import check_resumed
 from rltrain.controller.remote_records import check_url
-from rltrain.controller.run_checkpoint import check_resumed
+from rltrain.controller.run_checkpoint import candidates_here
 from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
 from rltrain.planning.machine import check_ranks, count_cores, count_gpus, device
 from rltrain.tracking.backends import check_packages
@@ -108,7 +110,8 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 def check_earlier_run(config: Config) -> None:
     """The output folder holds no other run."""
     folder = Path(config.trainer.output_dir)
-    if config.trainer.resume == "never" and (folder / CONFIG_FILE).exists():
+    found = (folder / CONFIG_FILE).exists() or candidates_here(folder)
+    if found and not config.trainer.resumes:
         raise ValueError(
             f"trainer.output_dir={folder}: expected a new or empty folder, found an earlier run. "
             "Set trainer.resume=auto to go on with it, or choose another folder"
@@ -124,8 +127,4 @@ def check_output(config: Config) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"1")  # an empty file fits on a full disk
     except OSError as error:
-        raise ValueError(
-            f"trainer.output_dir={folder}: expected a folder that can be written, found: "
-            f"{error.strerror}. Choose another folder"
-            " [RL6001]"
-        ) from error
+        raise unwritable(folder, error) from error

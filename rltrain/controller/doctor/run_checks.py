@@ -13,8 +13,8 @@ from rltrain.controller.checks.model_checks import (
     check_weights,
     read_model,
 )
+from rltrain.controller.choose_checkpoint import check_resumed
 from rltrain.controller.doctor.findings import Finding, fail, not_applicable, ok, remedy_of
-from rltrain.controller.run_checkpoint import check_resumed
 from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
 from rltrain.planning.machine import check_ranks, count_cores, count_gpus, device
 from rltrain.weights.architecture.decoder import Architecture

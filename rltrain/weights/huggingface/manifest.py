@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from rltrain.config.bounded_files import MOST_OF_TABLES, load_json
+from rltrain.config.bounded_files import MOST_OF_TABLES, check_size
 from rltrain.config.durable import write_durably
 
 MANIFEST = "manifest.json"
@@ -52,17 +52,31 @@ def read_manifest(folder: Path) -> dict[str, ManifestEntry]:
             f"{folder}: expected {MANIFEST} beside the checkpoint's files, found none [RL6004]"
         )
     try:
-        found = load_json(folder / MANIFEST, MOST_OF_TABLES)
-        if not isinstance(found, dict) or not all(map(_is_entry, found.values())):
-            raise ValueError("expected the size and the hash of each file")
-        entries: dict[str, ManifestEntry] = found
-    except ValueError as error:
+        check_size(folder / MANIFEST, MOST_OF_TABLES)
+        data = (folder / MANIFEST).read_bytes()
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{folder / MANIFEST} cannot be read ({error}); use another checkpoint [RL6004]"
         ) from error
+    return parse_manifest(data, folder)
+
+
+def parse_manifest(data: bytes, folder: Path | str) -> dict[str, ManifestEntry]:
+    """As `read_manifest`; ``folder`` is where it came from."""
+    try:
+        entries = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{folder}/{MANIFEST} cannot be read ({error}); use another checkpoint [RL6004]"
+        ) from error
+    if not (isinstance(entries, dict) and all(map(_is_entry, entries.values()))):
+        raise ValueError(
+            f"{folder}/{MANIFEST} does not give bytes and sha256 of each file; use another "
+            "checkpoint [RL6004]"
+        )
     for name in entries:
         if name.startswith("/") or ".." in name.split("/"):  # it may come from elsewhere
-            raise ValueError(f"{folder / MANIFEST} names {name}, outside its folder [RL6004]")
+            raise ValueError(f"{folder}/{MANIFEST} names {name}, outside its folder [RL6004]")
     return entries
 
 
@@ -97,7 +111,14 @@ def check_names(folder: Path, expected: Collection[str], *, whole: bool) -> None
 
 def check_files(folder: Path, expected: Mapping[str, ManifestEntry]) -> None:
     """Raise ``ValueError`` unless these files of ``folder`` are what is expected."""
-    for name, entry in entries_of(folder, expected).items():
+    try:
+        found = entries_of(folder, expected)
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename or folder} cannot be read ({error.strerror}); use another checkpoint"
+            " [RL6004]"
+        ) from error
+    for name, entry in found.items():
         if entry["sha256"] != expected[name]["sha256"]:
             raise ValueError(
                 f"{folder / name}: its content is not what {MANIFEST} says; use another checkpoint"

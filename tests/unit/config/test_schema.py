@@ -236,6 +236,7 @@ IMPOSSIBLE = [
         "what is recorded needs the pass that records",
     ),
     ({"trainer.resume": "auto"}, "output_dir", "resuming needs a fixed folder"),
+    ({"trainer.resume": "step:5"}, "resume=step:5 looks", "resuming needs a fixed folder"),
     ({"cluster.device": "cpu", "cluster.num_gpus": 1}, "num_gpus=1", "gpus are for cuda"),
     ({"cluster.interface": "eth0"}, "without cluster.address", "an interface is of a cluster"),
     ({"trainer.mini_batches": 3}, "trainer.mini_batches=3", "mini batches divide prompts"),
@@ -303,6 +304,12 @@ def test_every_rule_of_the_schema_is_tested() -> None:
     ("name", "value", "expected"),
     [
         ("trainer.steps", 0, "trainer.steps: expected integer > 0, found 0"),
+        ("trainer.resume", "newest", "trainer.resume: expected never, auto or a step such as step"),
+        (
+            "trainer.resume",
+            "step:0",
+            "expected never, auto or a step such as step:20, found step:0",
+        ),
         ("cluster.ports", [5, 4], "expected the first and the last port, found [5, 4]"),
         ("trainer.steps", True, "trainer.steps: expected integer > 0, found true"),
         ("trainer.steps", "5", "trainer.steps: expected integer > 0, found 5"),

@@ -20,7 +20,6 @@ from rltrain.actors import node_files
 from rltrain.config import Config
 from rltrain.config.errors import ConfigError, validate
 from rltrain.config.trainer import CheckpointConfig
-from rltrain.controller import checkpoint_storage
 from rltrain.controller.checkpoint_storage import (
     Storage,
     check_choice,
@@ -30,7 +29,8 @@ from rltrain.controller.checkpoint_storage import (
 from rltrain.controller.cluster import disks
 from rltrain.controller.cluster.disks import Disks
 from rltrain.controller.cluster.model_folders import check_imported_weights, share_folder
-from rltrain.controller.remote_records import check_url
+from rltrain.controller.find_checkpoint import examine
+from rltrain.controller.remote_records import begin_remote, check_url, remove_remote_leftovers
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.run_checkpoint import checkpoints, last_weights, read_state
 from rltrain.controller.save_checkpoint import save, save_last
@@ -114,7 +114,8 @@ class Run:
 
     def load(self, nodes: list[str]) -> str:
         group = Group(self.hosts, nodes)
-        restore(self.storage, checkpoints(self.storage.run_dir)[-1], [group])  # type: ignore[list-item]
+        record = examine(self.storage, checkpoints(self.storage.run_dir)[-1])
+        restore(self.storage, record, [group])  # type: ignore[list-item]
         return group.value
 
     def files(self, node: str) -> list[str]:
@@ -195,12 +196,16 @@ def test_a_full_disk_is_named_and_leaves_the_older_ones(tmp_path: Path) -> None:
     assert run.load([B, C]) == "step 1 of 0 and step 1 of 1"
 
 
+def rename_at(node: str) -> Callable[..., Any]:
+    return node_files.rename if node == A else node_files.rename_unfinished
+
+
 @pytest.mark.parametrize("at", [B, C, A])
 def test_a_crash_between_the_nodes_leaves_the_older_checkpoint(at: str, tmp_path: Path) -> None:
     """Some nodes have renamed theirs, the controller has not."""
     run = start(tmp_path)
     run.save(1, [B, C])
-    crashing = replace(run.hosts, crash=(at, node_files.rename))
+    crashing = replace(run.hosts, crash=(at, rename_at(at)))
     with pytest.raises(KeyboardInterrupt):
         Run(replace(run.storage, disks=crashing), crashing).save(2, [B, C])
     if at == A:
@@ -244,7 +249,7 @@ def damaged(node: str, change: Callable[[Path], Any]) -> Callable[[Run], None]:
         (damaged(B, lambda path: path.write_text("step 8 of 0")), rf"on node {B}.*its content"),
         (damaged(C, lambda path: path.write_text("step 8 of 1")), r"__1_0.*its content is not"),
         (damaged(B, lambda path: path.write_text("")), rf"on {B}/.*its content is not"),
-        (damaged(B, lambda path: path.unlink()), rf"1 of its 3 files are on node {B}"),
+        (damaged(B, lambda path: path.unlink()), rf"on {B}: .* missing \['policy/__0_0"),
         (damaged(B, lambda path: path.with_name("x").write_text("1")), rf"on {B}: .* unknown"),
     ],
 )
@@ -376,12 +381,13 @@ def test_a_run_goes_on_from_a_url_on_empty_disks(url: str, tmp_path: Path) -> No
     assert [run.files(node) for node in (A, B, C)] == [[], [], []]
     remote = RemoteFolder(url)
     assert {name.split("/")[0] for name in remote.sizes()} == {"step_000002", "step_000003"}
+    begin_remote(remote / "step_000009")
     remote.write("step_000009/policy/__0_0.distcp", b"of a killed run")
     shutil.rmtree(run.storage.run_dir)
     shutil.rmtree(tmp_path / "disks")
     run = start(tmp_path, url=url)
     check_url(resuming(run, url))
-    checkpoint_storage.remove_remote_leftovers(remote)
+    remove_remote_leftovers(remote)
     assert {name.split("/")[0] for name in remote.sizes()} == {"step_000002", "step_000003"}
     assert run.load([B, C]) == "step 3 of 0 and step 3 of 1"
     assert [run.files(node) for node in (A, B, C)] == [[], [], []]

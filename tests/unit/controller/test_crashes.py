@@ -16,6 +16,7 @@ import pytest
 from rltrain.config import Config
 from rltrain.config.trainer import TrackingConfig
 from rltrain.controller.checkpoint_storage import gather_records, local_storage
+from rltrain.controller.find_checkpoint import examine
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.run_checkpoint import checkpoints, last_weights
 from rltrain.controller.run_loop import Loop, Start, Step
@@ -90,8 +91,9 @@ def start_or_go_on(folder: Path, every: int, model: Model | None = None, **setti
     gather_records(storage)
     model, start = model or Model(), Start(MODEL, storage)
     if saved := checkpoints(folder):
-        state = restore(storage, saved[-1], [model])  # type: ignore[list-item]
-        start = Start(MODEL, storage, state["step"], state)
+        record = examine(storage, saved[-1])
+        restore(storage, record, [model])  # type: ignore[list-item]
+        start = Start(MODEL, storage, record.step, record.state)
     first = start.after + 1 if start.after else 0
     tracker = Tracker(
         folder, TrackingConfig(backends=[]), {}, {}, num_steps=STEPS, first_step=first

@@ -213,6 +213,10 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
     config = start_folder(compose([f"trainer.output_dir={tmp_path}"]))
     with pytest.raises(ValueError, match="found an earlier run"):
         check_earlier_run(config)
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "checkpoints/step_000004").mkdir(parents=True)  # all that was left of one
+    with pytest.raises(ValueError, match="found an earlier run"):
+        check_earlier_run(config)
     check_earlier_run(compose([f"trainer.output_dir={tmp_path}", "trainer.resume=auto"]))
     check_output(config)
 

@@ -20,10 +20,11 @@ from rltrain.config import Config
 from rltrain.config.trainer import CheckpointConfig
 from rltrain.controller.checkpoint_storage import Storage, local_storage
 from rltrain.controller.checks.model_checks import read_model
+from rltrain.controller.choose_checkpoint import check_resumed
+from rltrain.controller.find_checkpoint import examine
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.run_checkpoint import (
     check_model,
-    check_resumed,
     checkpoints,
     last_weights,
     model_of,
@@ -82,7 +83,8 @@ def written(run: Path, *steps: int, keep: int = 10) -> list[Path]:
 
 def opened(path: Path, run: Path, *, trust: bool = False) -> int:
     group = Group()
-    restore(storage(run, trust=trust), path, [group])  # type: ignore[list-item]
+    at = storage(run, trust=trust)
+    restore(at, examine(at, path), [group])  # type: ignore[list-item]
     return group.value
 
 
@@ -141,7 +143,7 @@ def test_only_this_runs_own_is_opened_unless_it_is_trusted(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"checkpoint\.trust=true only if you know who wrote it"):
         opened(path, run)
     assert opened(path, run, trust=True) == 7
-    (run / "checkpoints/step_000009").symlink_to(path)  # its own by name alone
+    (run / "checkpoints/step_000007").symlink_to(path)  # its own by name alone
     with pytest.raises(ValueError, match="not from this run's folder"):
         opened(checkpoints(run)[-1], run)
 
