@@ -88,8 +88,8 @@ class Dispatcher:
                     for engine in {one.engine for one in running.values()}:
                         check_nodes(_wait(engine, step))
                         if time.monotonic() - last_answer[engine] > limit_s:
-                            call = _wait(engine, step, learned=limit_s < self._timeout_s)
-                            raise timeout_failure(call, 1, 1, limit_s)
+                            wait = _wait(engine, step, learned=limit_s < self._timeout_s)
+                            raise timeout_failure(wait, 1, 1, limit_s)
                     yield None
             # No engine is silent for longer than all of it takes.
             LIMITS.took(ALL, time.monotonic() - began)
