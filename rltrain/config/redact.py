@@ -23,14 +23,14 @@ _SIGNED_URL = re.compile(r"(?<=[?&])((?:[\w\-]*-)?(?:sig|signature))=[^&\s\"']+"
 _SHAPES = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|(?<=\bBearer )[^\s\"',]{8,}|(?<=\bBasic )[A-Za-z0-9+/=]{12,}"
-    r"|\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w\-]{16,}"
-    r"|sk-(?=[\w\-]*\d)[\w\-]{20,}|xox[abeprs]-[\w\-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w\-]{30,}"
+    r"|(?<![\w\-])(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w\-]{16,}"
+    r"|sk-(?=[\w\-]{0,99}\d)[\w\-]{20,}|xox[abeprs]-[\w\-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w\-]{30,}"
     r"|eyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]+)",
     re.S,
 )
 _NAMED = re.compile(
-    r"(?P<name>(?:(?<!\S)|(?<=[\"'(\[,]))--?[\w.\-]+)(?:[\"']?\s*,\s*|\s+)"
-    r"|(?P<key>[\w.\-]+)\\*[\"']?\s*(?:=>|[=:])\s*"
+    r"(?P<name>(?:(?<!\S)|(?<=[\"'(\[,]))--?[\w.\-]++)(?:[\"']?\s*,\s*|\s+)"
+    r"|(?<![\w.\-])(?P<key>[\w.\-]++)\\*[\"']?\s*(?:=>|[=:])\s*"
 )
 _VALUE = re.compile(
     r"(?:(?:Bearer|Basic|Token) )?"

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from rltrain.config.redact import URL_LOGIN, is_secret
+from rltrain.config.redact import URL_LOGIN
+from rltrain.config.secret_names import is_secret
 
 NAMES = frozenset(
     {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "LANG", "LANGUAGE", "TZ"}
