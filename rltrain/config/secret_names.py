@@ -16,6 +16,8 @@ KEY_OWNER = re.compile(
 """``openai_key`` holds a secret, ``sort_key`` does not."""
 ORDINARY_KEY = re.compile("foreign|primary|public|sort")
 """In capitals, as environment variables are, every ``..._KEY`` but these holds a secret."""
+WORKING_DIRECTORY = "PWD"
+"""As shells call it in the environment; a key ``pwd`` holds a password."""
 SPECIAL_TOKEN = re.compile(
     "additional|audio|bos|cls|end|eos|first|image|last|mask|next|pad|per|sep|special|start|stop"
     "|think|unk|video"
@@ -28,6 +30,8 @@ def is_secret(name: str) -> bool:
 
     The last words tell: ``max_tokens``, ``tokenizer`` and ``num_key_value_heads`` are none.
     """
+    if name == WORKING_DIRECTORY:
+        return False
     found = _WORD.findall(name)
     while found and found[-1].isdigit():
         found.pop()

@@ -90,6 +90,7 @@ def test_names_of_secrets(name: str) -> None:
         "tokenizer",
         "num_key_value_heads",
         "sort_key",
+        "PWD",
         "prompt_key",
         "PUBLIC_KEY",
         "KEY",
