@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rltrain.config import Config
+from rltrain.config.bounded_files import check_yaml
 from rltrain.config.error_codes import codes_in
 from rltrain.config.saved_config import NAME as CONFIG_FILE
 from rltrain.controller.checkpoint_record import NOT_WHOLE, Record, read_record
@@ -134,5 +135,8 @@ def keep_earlier_config(config: Config) -> None:
 
 def _config_file(run_dir: Path) -> Mapping[str, Any] | None:
     path = run_dir / CONFIG_FILE
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    check_yaml(path)
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
     return values if isinstance(values, dict) else None

@@ -9,6 +9,7 @@ import yaml
 from rltrain.config.bounded_files import check_yaml, load_json, parse_json
 from rltrain.config.model import ModelConfig
 from rltrain.config.saved_config import load_config
+from rltrain.controller.choose_checkpoint import keep_earlier_config
 from rltrain.data.model_tokenizer import load_tokenizer
 from rltrain.main import compose
 from rltrain.weights.architecture.config_json import read_json
@@ -38,6 +39,13 @@ def test_a_configuration_stays_small_when_it_is_read(text: str, tmp_path: Path) 
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(ValueError, match="RL7009"):
         compose([str(tmp_path / "recipe.yaml")])
+
+
+def test_the_configuration_of_a_run_to_go_on_with_stays_small(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(LAUGHS)
+    config = compose([f"trainer.output_dir={tmp_path}", "trainer.resume=auto"])
+    with pytest.raises(ValueError, match="RL7009"):
+        keep_earlier_config(config)
 
 
 def test_a_huge_configuration_is_not_read(tmp_path: Path) -> None:
@@ -93,5 +101,7 @@ def test_a_model_folder_and_a_checkpoint_are_read_to_their_limits(tmp_path: Path
 )
 def test_a_manifest_of_another_form_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=r"manifest\.json cannot be read.*RL6004"):
+    with pytest.raises(
+        ValueError, match=r"manifest\.json (cannot be read|does not give bytes).*RL6004"
+    ):
         read_manifest(tmp_path)
