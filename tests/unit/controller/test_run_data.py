@@ -45,7 +45,7 @@ def test_nothing_heavy_is_imported_to_refuse(tmp_path: Path) -> None:
     rows = [{"prompt": f"1+{i % 10}={' ' * (i // 10)}", "answer": "2"} for i in range(70)]
     file = write_rows(tmp_path / "rows.jsonl", rows)
     broken = save_model(tmp_path / "broken", with_template("{% for message in messages %}"))
-    start = ["+recipe=grpo_moe_r3", "cluster.device=cpu", f"trainer.output_dir={file}/run"]
+    start = ["+recipe=grpo_moe_r3", "cluster.device=cpu", f"trainer.output_dir={tmp_path}/run"]
     start += ["data=jsonl", f"data.path={file}", "data.eval_size=1"]
     asked = [[*start, *change.format(folder=broken).split()] for change, _ in CASES.values()]
     done = subprocess.run(
