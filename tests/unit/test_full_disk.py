@@ -21,12 +21,10 @@ def fill():
 START = (
     FILL
     + """
-import os
 import rltrain.controller.checks.preflight as checks
 from rltrain.main import main
 
-checks.preflight = lambda config: os.makedirs(config.trainer.output_dir)
-fill()
+checks.preflight = lambda config: fill()
 print(main(["+recipe=grpo_moe_r3", f"trainer.output_dir={DISK}/run"]))
 """
 )
