@@ -71,11 +71,7 @@ def test_a_recipe_of_ones_own_has_no_curve(tmp_path):
 def started(tmp_path, monkeypatch):
     """A run that ends before it starts anything; returns its recipe.json."""
 
-    def preflight(config):
-        (tmp_path / "run").mkdir()
-        return RunData()
-
-    monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", preflight)
+    monkeypatch.setattr("rltrain.controller.checks.preflight.preflight", lambda _: RunData())
     monkeypatch.setattr("rltrain.controller.rl.run", lambda *_: None)
 
     def start(*overrides):
