@@ -203,7 +203,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
         ("config.yaml", "- 1", "config.yaml: expected sections of keys"),
         ("versions.json", "{", "versions.json: expected JSON"),
         ("outcome.json", "[]", "outcome.json: expected a JSON object"),
-        ("metrics.jsonl", "no\n", "metrics.jsonl:1: expected a JSON object"),
+        ("metrics.jsonl", 'no\n{"step": 1}\n', "metrics.jsonl:1: expected a JSON object"),
         ("rollouts.jsonl", "no\n", "rollouts.jsonl:1: expected a JSON object"),
         ("rollouts.jsonl", '{"step": 1, no\n', "rollouts.jsonl:byte 0: expected a JSON object"),
         ("rollouts.jsonl", '{"group": 1}\n', "rollouts.jsonl:1: expected an int 'step'"),
