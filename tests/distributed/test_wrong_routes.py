@@ -306,7 +306,8 @@ def run_faults(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The store itself is tested with Ray in tests/integration/test_route_store.py.
         patch.setattr(
-            "rltrain.policy.passes.fetch_routes.ray.get", lambda held: [h.array for h in held]
+            "rltrain.policy.passes.fetch_routes.ray.get",
+            lambda held, timeout: [h.array for h in held],
         )
         found |= _checked(worker)
     destroy_mesh()

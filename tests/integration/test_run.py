@@ -202,14 +202,17 @@ def test_every_sync_is_bitwise_and_r2_runs(start: Any) -> None:
             assert r2.metrics[1]["mismatch/k3"] < 1e-6
 
 
-STATEFUL = (
+EXACT = (
     "rollout=deterministic",
-    "policy=ep2",
     "trainer.mini_batches=2",
     "checkpoint.every=3",
     "optimizer.lr=1e-3",
     "optimizer.warmup_steps=0",
     "routing_replay.sample_every=1",
+)
+STATEFUL = (
+    *EXACT,
+    "policy=ep2",
     "algorithm.kl.coef=0.01",
     "algorithm.kl.target=0.05",
     "algorithm.kl.refresh_every=2",
@@ -223,11 +226,11 @@ reference that is the policy of step 2, and a coefficient that moved."""
 def check_same_end(straight: Any, resumed: Any, tmp_path: Path) -> None:
     """Bitwise. The numbers hold the log-probabilities and routes of the rollout, the weights the
     tokens, rewards and routes of every step."""
-    for step in (1, 2, 3, 4):
-        row = straight.metrics[step]
-        assert row["value/grad_norm"] > 0  # there is something to repeat
-        assert row["policy/grad_norm"] > 0 if step > 1 else "policy/grad_norm" not in row
-    assert straight.metrics[4]["policy/kl_coef"] != straight.metrics[1]["policy/kl_coef"]
+    assert straight.metrics[4]["policy/grad_norm"] > 0  # there is something to repeat
+    if "value/grad_norm" in straight.metrics[4]:  # of PPO, with a critic and a reference
+        assert all(straight.metrics[step]["value/grad_norm"] > 0 for step in (1, 2, 3, 4))
+        assert "policy/grad_norm" not in straight.metrics[1]
+        assert straight.metrics[4]["policy/kl_coef"] != straight.metrics[1]["policy/kl_coef"]
     assert sorted(resumed.metrics) == [0, 1, 2, 3, 4]
     assert timeless(resumed.metrics[4]) == timeless(straight.metrics[4])
     exports = [tmp_path / "straight-model", tmp_path / "resumed-model"]
@@ -239,11 +242,17 @@ def check_same_end(straight: Any, resumed: Any, tmp_path: Path) -> None:
     load_with_transformers(exports[0])
 
 
-def test_a_run_goes_on_by_itself_after_a_rank_was_killed(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "of_recipe"),
+    [("grpo_moe_r3", EXACT), pytest.param("ppo_moe_r3", STATEFUL, marks=pytest.mark.slow)],
+)
+def test_a_run_goes_on_by_itself_after_a_rank_was_killed(
+    recipe: str, of_recipe: tuple[str, ...], start: Any, tmp_path: Path
+) -> None:
     """Bitwise, in the same folder, from the checkpoint of step 3."""
-    options = [*STATEFUL, reward_by_length(tmp_path)]
-    straight = start("straight", "trainer.steps=4", *options, recipe="ppo_moe_r3")
-    broken = start("broken", "trainer.steps=4", *options, recipe="ppo_moe_r3")
+    options = ["trainer.steps=4", *of_recipe, reward_by_length(tmp_path)]
+    straight = start("straight", *options, recipe=recipe)
+    broken = start("broken", *options, recipe=recipe)
     while 3 not in broken.metrics and broken.process.poll() is None:
         time.sleep(0.05)
     (rank, *_) = broken.actors("ModelActor")
