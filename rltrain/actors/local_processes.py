@@ -40,14 +40,14 @@ class LocalProcesses:
     def lost(self) -> str | None:
         """See `RunNodes`; what was stopped for long is killed."""
         now = time.monotonic()
-        if self._lost is None and now - self._looked >= LOOK_S:
+        if now - self._looked >= LOOK_S:
             self._looked = now
             for one in self._stopped.look([*self.core.values(), *self.of_actors()]):
                 logger.warning("process %d was stopped for too long, and was killed", one.pid)
-            dead = [name for name, process in self.core.items() if not _is_alive(process)]
-            if dead:
-                pid = self.core[dead[0]].pid
-                self._lost = f"Ray's {dead[0]} (process {pid}) on this machine has died [RL4014]"
+        dead = [name for name, process in self.core.items() if not _is_alive(process)]
+        if dead and self._lost is None:
+            pid = self.core[dead[0]].pid
+            self._lost = f"Ray's {dead[0]} (process {pid}) on this machine has died [RL4014]"
         return self._lost
 
     def of_actors(self) -> Iterator[psutil.Process]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
@@ -206,13 +206,14 @@ def running_ray(address: str | None) -> Iterator[None]:
     ray._private.worker._worker_logs_enabled = False
     terminated = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            # A cluster of our own, even where Ray finds that of another program on this machine.
-            address=address or "local",
-            log_to_driver=False,
-            logging_level=log_level.upper(),
-            **({} if address else local),
-        )
+        with _own_groups():
+            ray.init(
+                # A cluster of our own, even where Ray finds that of another program here.
+                address=address or "local",
+                log_to_driver=False,
+                logging_level=log_level.upper(),
+                **({} if address else local),
+            )
     except Exception as error:  # Ray raises that class itself
         _end_ray()  # what it did start
         raise start_failure(error, address, HostState.now()) from error
@@ -220,6 +221,23 @@ def running_ray(address: str | None) -> Iterator[None]:
         signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
     with _guarded_ray() if address is None else _closing_ray():
         yield
+
+
+class _InOwnGroup(services.ConsolePopen):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, process_group=0, **kwargs)
+
+
+@contextmanager
+def _own_groups() -> Iterator[None]:
+    """Each process that Ray starts within has a process group of its own. A SIGTERM to the group of
+    the run (`timeout`, Slurm) is for the run, which needs Ray until it has saved."""
+    usual = services.ConsolePopen
+    services.ConsolePopen = _InOwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = usual
 
 
 @contextmanager
