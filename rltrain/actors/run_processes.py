@@ -22,13 +22,16 @@ TIMES = 3
 """What a process started before it was killed is found the next time."""
 
 
+Chosen = Callable[[Mapping[str, str]], bool]
+"""Whether a process is meant, by its environment."""
+
+
 def processes_of(run: str) -> Iterator[psutil.Process]:
     """Those of this node, without this process."""
-    raylet = os.environ.get(RAYLET)
-    return processes_with(lambda env: env.get(RUN) == run and env.get(RAYLET) == raylet)
+    return processes_with(_of_run(run))
 
 
-def processes_with(chosen: Callable[[Mapping[str, str]], bool]) -> Iterator[psutil.Process]:
+def processes_with(chosen: Chosen) -> Iterator[psutil.Process]:
     """Those of this machine whose environment is ``chosen``, without this process."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's
@@ -38,12 +41,23 @@ def processes_with(chosen: Callable[[Mapping[str, str]], bool]) -> Iterator[psut
 
 def end_processes(run: str) -> int:
     """Kill `processes_of` the run. Returns how many there were."""
-    return _end(lambda: processes_of(run))
+    return end_processes_with(_of_run(run))
 
 
-def end_processes_with(chosen: Callable[[Mapping[str, str]], bool]) -> int:
+def end_processes_with(chosen: Chosen) -> int:
     """Kill `processes_with` this, also those that are stopped. Returns how many there were."""
-    return _end(lambda: processes_with(chosen))
+    count = 0
+    for _ in range(TIMES):
+        for process in list(processes_with(chosen)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                count += 1
+    return count
+
+
+def _of_run(run: str) -> Chosen:
+    raylet = os.environ.get(RAYLET)
+    return lambda env: env.get(RUN) == run and env.get(RAYLET) == raylet
 
 
 @dataclass
@@ -86,13 +100,3 @@ def _is_stopped(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return False
-
-
-def _end(find: Callable[[], Iterator[psutil.Process]]) -> int:
-    count = 0
-    for _ in range(TIMES):
-        for process in list(find()):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-                count += 1
-    return count
