@@ -1,5 +1,5 @@
 # Every target does the set-up it needs; a second run re-installs nothing.
-.PHONY: setup demo test hosts mutants lint type fmt docs sizes bench lock wheel
+.PHONY: setup demo test hosts chaos mutants lint type fmt docs sizes bench lock wheel
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -40,13 +40,22 @@ $(STAMP):
 demo: setup
 	$(BIN)/python -m rltrain.main +recipe=grpo_moe_r3
 
+# What starts Ray, engines or ranks has the machine to itself; the rest runs in two processes.
+HEAVY := tests/chaos tests/distributed tests/gpu tests/hosts tests/integration
+
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' --numprocesses 2 $(HEAVY:%=--ignore=%)
+	$(BIN)/python -m pytest -m 'not slow' $(HEAVY)
 
 # Runs over three hosts, which are network namespaces of this machine: docs/clusters.md. To try things
 # on such hosts: .venv/bin/python -m tests.hosts up 3
 hosts: setup
 	$(BIN)/python -m pytest tests/hosts
+
+# Hours on 2 cores: every fault that docs/reliability.md lists, whose table it writes. For some of
+# them: .venv/bin/python -m tests.chaos --only TEXT
+chaos: setup
+	$(BIN)/python -m tests.chaos
 
 # Hours on 2 cores: every fault of tests/mutants is planted in a copy, and its test has to fail. For
 # some of them: .venv/bin/python -m tests.mutants.run --only TEXT

@@ -1,0 +1,58 @@
+"""Break runs in every way that is known, and write down what became of them.
+
+    python -m tests.chaos [--only TEXT]      # run what has TEXT in its name, all without
+    python -m tests.chaos --table            # write docs/reliability.md from what has been run
+
+Results are kept in ``build/chaos``, a file per run, so that some can be run again.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.plan import whole
+from tests.chaos.results import keep, write_table
+from tests.chaos.run import Reference, execute
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "build" / "chaos"
+TABLE = ROOT / "docs" / "reliability.md"
+INSIDE = "RLTRAIN_CHAOS_INSIDE"
+
+
+def enter_namespace() -> None:
+    """Go on in a mount namespace, where small disks can be mounted, unless this is one."""
+    if os.environ.get(INSIDE):
+        return
+    command = ["unshare", "-rm", sys.executable, "-m", "tests.chaos", *sys.argv[1:]]
+    sys.exit(subprocess.run(command, env=os.environ | {INSIDE: "1"}, check=False).returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--only", default="", help="run what has this in its name")
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    asked = parser.parse_args()
+    if not asked.table:
+        enter_namespace()
+        chosen = [planned for planned in whole() if asked.only in planned.name]
+        if not chosen:
+            sys.exit(f"--only {asked.only}: expected a part of one of {[p.name for p in whole()]}")
+        with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as folder:
+            reference = Reference(Path(folder))
+            for planned in chosen:
+                began = time.monotonic()
+                rows = execute(planned, reference)
+                keep(RESULTS, planned.name, rows)
+                said = "as undisturbed" if all(row.bitwise for row in rows) else "NOT THE SAME"
+                sys.stdout.write(f"{planned.name}: {said}, {time.monotonic() - began:.0f} s\n")
+                sys.stdout.flush()
+    write_table(TABLE, RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Which faults meet which runs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tests.chaos.driver import METRICS
+from tests.chaos.faults import DAMAGES, PHASES, PROCESSES, START, Fault
+
+STEPS = 9
+FIRST = 2
+"""Step of the first fault: a checkpoint precedes it."""
+SMALL = (
+    "+recipe=ppo_moe_r3",
+    "cluster.device=cpu",
+    "model.tiny.num_layers=2",
+    "model.tiny.hidden_size=64",
+    "model.tiny.expert_size=64",
+    "model.tiny.warm_start.steps=5",
+    "model.tiny.warm_start.batch_size=32",
+    "model.tiny.warm_start.num_problems=200",
+    "data.size=200",
+    "data.eval_size=8",
+    "data.reward.function=chaos_reward.score",
+    "algorithm.group_size=4",
+    "rollout=deterministic",
+    "optimizer.lr=1e-3",
+    "optimizer.warmup_steps=0",
+    "trainer.prompts_per_step=4",
+    "trainer.mini_batches=2",
+    "trainer.eval_every=1",
+    "trainer.max_restarts=100",
+    "trainer.grace_s=120",
+    "checkpoint.every=1",
+    "tracking.backends=[]",
+)
+REWARD = '''"""The tiny model has no right answer yet. This reward differs by response."""
+
+
+def score(response, answer, **columns):
+    return float(len(response))
+'''
+SMALL_DISK_MIB = 160
+"""Room for three checkpoints, of which a run keeps two and writes one."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The faults of one run."""
+
+    faults: tuple[Fault, ...]
+    overrides: tuple[str, ...] = field(default=())
+    has_small_disk: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.faults[0].name
+
+
+def in_phases(who: str, what: str, phases: tuple[str, ...] = PHASES) -> tuple[Fault, ...]:
+    """One in each phase, each in a step of its own."""
+    return tuple(Fault(who, what, phase, FIRST + n) for n, phase in enumerate(phases))
+
+
+def whole() -> Iterator[Planned]:
+    """What ``make chaos`` runs."""
+    for what in ("SIGKILL", "SIGSTOP"):
+        yield Planned(in_phases("driver", what))
+        for who in PROCESSES:
+            # On CPUs an engine over several workers alone has processes of its own.
+            wide = ("rollout.tensor_parallel=2",) if who == "EngineCore" else ()
+            yield Planned(in_phases(who, what), wide)
+    for what in ("SIGTERM", "SIGINT"):
+        phases = ("start_ray", "start_engines", *PHASES[:3], *PHASES[3:])
+        yield Planned(in_phases("driver", what, phases))
+    yield Planned(
+        in_phases("disk", "disk full", (START, "checkpoint", METRICS)), has_small_disk=True
+    )
+    for what in DAMAGES:
+        yield Planned((Fault("driver", what, "update", FIRST + 2),))
+
+
+def short() -> Planned:
+    """What the tests run: one run that loses an engine, a rank and a reward worker."""
+    return Planned(
+        (
+            Fault("engine", "SIGKILL", "generate", FIRST),
+            Fault("policy rank", "SIGKILL", "update", FIRST + 1),
+            Fault("reward worker", "SIGKILL", "reward", FIRST + 2),
+        ),
+        (f"trainer.steps={FIRST + 2}",),
+    )
