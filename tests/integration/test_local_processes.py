@@ -79,7 +79,7 @@ def test_a_lost_process_ends_the_wait_and_all_others(
 
 DRIVER = """
 import os, psutil, signal, ray
-from rltrain.controller.cluster.ray_cluster import running_ray
+from rltrain.controller.cluster.running_ray import running_ray
 from tests.integration.test_local_processes import Parent, core
 with running_ray(None):
     actor = Parent.remote()

@@ -6,7 +6,7 @@ import time
 
 import ray
 
-from rltrain.controller.cluster.ray_cluster import running_ray
+from rltrain.controller.cluster.running_ray import running_ray
 
 
 def main() -> None:

@@ -1,0 +1,47 @@
+"""What processes leave in /dev/shm when they are killed: Python's semaphores and segments.
+
+A process of Python's removes them at its end, and where it was killed, its resource tracker does;
+Ray kills that one, too.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from multiprocessing import process as multiprocessing_process
+from pathlib import Path
+
+import psutil
+
+FOLDER = Path("/dev/shm")
+_OURS = re.compile(r"(?:sem\.|psm_|torch_|nccl-)[\w.\-]+")
+"""Names that multiprocessing, torch and NCCL give."""
+
+
+def name_semaphores(token: str) -> None:
+    """Semaphores of this process, and of those that it starts with multiprocessing, are called
+    ``sem.TOKEN-...`` from now on."""
+    # As multiprocessing hands it on to children; there is no public way to choose it.
+    multiprocessing_process.current_process()._config["semprefix"] = f"/{token}"  # type: ignore[attr-defined]
+
+
+def mapped_by(processes: Iterable[psutil.Process]) -> set[str]:
+    """Names in /dev/shm of what these have mapped, and what was not removed yet."""
+    found: set[str] = set()
+    for process in processes:
+        with suppress(OSError):  # it has ended, or is another user's
+            found.update(_names(Path(f"/proc/{process.pid}/maps").read_text()))
+    return found
+
+
+def _names(maps: str) -> Iterator[str]:
+    for line in maps.splitlines():
+        path = line.partition("/dev/shm/")[2]
+        if _OURS.fullmatch(path):  # not "... (deleted)"
+            yield path
+
+
+def remove(names: Iterable[str], token: str) -> None:
+    """Remove these, and all semaphores of `name_semaphores`, when their processes have ended."""
+    for file in {FOLDER / name for name in names} | set(FOLDER.glob(f"sem.{token}-*")):
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
