@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rltrain.actors.interrupts import exit_status, grace, last_act
 from rltrain.actors.outcome import OUTCOME
 from rltrain.actors.run_lock import run_lock
+from rltrain.actors.run_temp import keep_compiled
 from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.going_on import how_to_go_on
 from rltrain.cli.typed_command import program
@@ -74,6 +75,7 @@ def train(
         show: only print the configuration
     """
     log_without_secrets()
+    keep_compiled()
     with ExitStack() as held:
         try:
             config = compose(overrides, config_dir)

@@ -23,7 +23,7 @@ import psutil
 
 from rltrain.actors.kept_logs import Sweep, copy_ray_logs, redact_logs
 from rltrain.actors.outcome import is_locked, write_killed
-from rltrain.actors.run_processes import RAYLET, end_processes_with, processes_with
+from rltrain.actors.run_processes import RAYLET, Chosen, end_processes_with, processes_with
 from rltrain.actors.run_temp import RunTemp
 from rltrain.actors.shared_memory import mapped_by, remove
 from rltrain.config.redact import Redactor, remember_secrets
@@ -31,6 +31,8 @@ from rltrain.config.redact import Redactor, remember_secrets
 logger = logging.getLogger(__name__)
 
 END_S = 30.0
+TRACKER = "multiprocessing.resource_tracker"
+TRACKERS_S = 3.0
 SWEEP_S = 10.0
 """How often the logs of actors are searched for secrets."""
 
@@ -130,6 +132,7 @@ def clean_up(told: Told, began: float) -> None:
     for agent in told.agents:
         with suppress(psutil.NoSuchProcess):
             agent.kill()
+    let_trackers_end(is_meant)
     end_processes_with(is_meant)
     remove(shared.union(told.shared), temp.root.name)
     try:
@@ -137,6 +140,16 @@ def clean_up(told: Told, began: float) -> None:
             leave_in(Path(told.run_dir), told, temp, began)
     finally:
         shutil.rmtree(temp.root, ignore_errors=True)
+
+
+def let_trackers_end(is_meant: Chosen) -> None:
+    """Kill all processes but Python's resource trackers, which then remove what these had in
+    /dev/shm, and end."""
+    for process in processes_with(is_meant):
+        with suppress(psutil.Error):
+            if TRACKER not in " ".join(process.cmdline()):
+                process.kill()
+    psutil.wait_procs(list(processes_with(is_meant)), timeout=TRACKERS_S)
 
 
 def leave_in(run_dir: Path, told: Told, temp: RunTemp, began: float) -> None:

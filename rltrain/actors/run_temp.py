@@ -67,15 +67,23 @@ def own_token() -> str | None:
     return found[1] if found else None
 
 
+def keep_compiled() -> None:
+    """Have torch keep what it compiles in `COMPILED`. When it is imported, it makes a folder of its
+    own below TMPDIR, and writes that into the environment."""
+    chosen = os.environ.get(INDUCTOR)
+    if chosen and not chosen.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
+        return
+    compiled = Path(COMPILED).expanduser()
+    with suppress(OSError):  # without a home, each run compiles for itself
+        compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ[INDUCTOR] = str(compiled)
+
+
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
     """Within, temporary files of this process, and of those that it starts, are made there."""
+    keep_compiled()
     before, found = os.environ.get("TMPDIR"), tempfile.tempdir
-    if INDUCTOR not in os.environ:
-        compiled = Path(COMPILED).expanduser()
-        with suppress(OSError):  # without a home, each run compiles for itself
-            compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.environ[INDUCTOR] = str(compiled)
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
     try:
         yield

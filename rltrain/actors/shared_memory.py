@@ -4,6 +4,7 @@ A process of Python's removes them at its end, and where it was killed, its reso
 Ray kills that one, too.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -26,18 +27,24 @@ def name_semaphores(token: str) -> None:
 
 def mapped_by(processes: Iterable[psutil.Process]) -> set[str]:
     """Names in /dev/shm of what these have mapped, and what was not removed yet."""
-    found: set[str] = set()
+    inodes: set[int] = set()
     for process in processes:
         with suppress(OSError):  # it has ended, or is another user's
-            found.update(_names(Path(f"/proc/{process.pid}/maps").read_text()))
-    return found
+            inodes.update(_inodes(Path(f"/proc/{process.pid}/maps").read_text()))
+    return {name for name, inode in _named() if inode in inodes and _OURS.fullmatch(name)}
 
 
-def _names(maps: str) -> Iterator[str]:
+def _inodes(maps: str) -> Iterator[int]:
+    """Not names: a semaphore is made under another name than it has later."""
     for line in maps.splitlines():
-        path = line.partition("/dev/shm/")[2]
-        if _OURS.fullmatch(path):  # not "... (deleted)"
-            yield path
+        if f" {FOLDER}/" in line:
+            yield int(line.split()[4])
+
+
+def _named() -> Iterator[tuple[str, int]]:
+    if FOLDER.is_dir():
+        for entry in os.scandir(FOLDER):
+            yield entry.name, entry.inode()
 
 
 def remove(names: Iterable[str], token: str) -> None:

@@ -19,7 +19,7 @@ from rltrain.actors.guardian import Guardian
 from rltrain.actors.kept_logs import RAY_LOGS
 from rltrain.actors.local_processes import core_processes, of_raylet, watched_ray
 from rltrain.actors.run_temp import RunTemp, make_run_temp, temporary_files_in
-from rltrain.actors.shared_memory import mapped_by
+from rltrain.actors.shared_memory import mapped_by, name_semaphores
 from rltrain.controller.cluster.ray_start import (
     HostState,
     Tries,
@@ -69,6 +69,7 @@ def running_ray(
     except OSError as error:
         raise start_failure(error, address, HostState.now()) from error
     guardian = Guardian(temp, run_dir)
+    name_semaphores(temp.root.name)
     terminated = signal.getsignal(signal.SIGTERM)
     try:
         with temporary_files_in(temp.files):
