@@ -70,16 +70,12 @@ def running_ray(
         raise start_failure(error, address, HostState.now()) from error
     guardian = Guardian(temp, run_dir)
     name_semaphores(temp.root.name)
-    terminated = signal.getsignal(signal.SIGTERM)
     try:
         with temporary_files_in(temp.files):
             if address is None:
                 _start(temp, run_dir, start_timeout_s)
             else:
                 _join(address)
-            if threading.current_thread() is threading.main_thread():
-                # Ray's would end the process with status 15.
-                signal.signal(signal.SIGTERM, terminated)
             with _guarded_ray(guardian) if address is None else _closing_ray():
                 yield guardian
     finally:
@@ -104,9 +100,11 @@ def _start(temp: RunTemp, run_dir: Path | None, timeout_s: float) -> None:
                     num_cpus=max(8, len(os.sched_getaffinity(0))),
                 )
             return
-        except Exception as error:  # Ray raises that class itself
+        except BaseException as error:  # Ctrl-C, too
             machine = HostState.now()
             crashed = _end_failed(before)
+            if not isinstance(error, Exception):
+                raise
             again = tries.again(error, machine, crashed, time.monotonic())
             tried = tries.tried(time.monotonic())
             if not again:
@@ -128,7 +126,12 @@ def _init(**options: Any) -> None:
     # Its words about a dead actor would come beside ours, which have the actor's own error.
     ray._private.worker._worker_logs_enabled = False
     log_level = os.environ["RAY_BACKEND_LOG_LEVEL"].upper()
-    ray.init(log_to_driver=False, logging_level=log_level, **options)
+    terminated = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level=log_level, **options)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
 
 
 def _end_failed(before: set[psutil.Process]) -> bool:
