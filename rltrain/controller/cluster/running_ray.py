@@ -90,7 +90,7 @@ def _start(temp: RunTemp, run_dir: Path | None, timeout_s: float) -> None:
     while True:
         before = set(psutil.Process().children(recursive=True))
         try:
-            with _own_groups():
+            with _own_groups(), _services_silent():
                 # A cluster of our own, even where Ray finds that of another program here.
                 _init(
                     address="local",
@@ -172,6 +172,18 @@ def _own_groups() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = usual
+
+
+@contextmanager
+def _services_silent() -> Iterator[None]:
+    """What Ray prints of a start that fails, up to 20 lines of each log, is in the logs."""
+    log = logging.getLogger(services.__name__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager
