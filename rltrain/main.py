@@ -26,7 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.actors.interrupts import exit_status, grace, last_act
+from rltrain.actors.outcome import OUTCOME
 from rltrain.actors.run_lock import run_lock
+from rltrain.actors.run_temp import keep_compiled
 from rltrain.cli.failure import fail, keep_traceback
 from rltrain.cli.going_on import how_to_go_on
 from rltrain.cli.typed_command import program
@@ -73,6 +75,7 @@ def train(
         show: only print the configuration
     """
     log_without_secrets()
+    keep_compiled()
     with ExitStack() as held:
         try:
             config = compose(overrides, config_dir)
@@ -157,7 +160,7 @@ def keep_outcome(folder: Path, error: BaseException, began: float) -> None:
     """Write the outcome and the report of a run, unless a tracker has done so since ``began``, in
     seconds since 1970."""
     from rltrain.tracking.report import write_report
-    from rltrain.tracking.tracker import OUTCOME, write_outcome
+    from rltrain.tracking.tracker import write_outcome
 
     if (folder / OUTCOME).exists() and (folder / OUTCOME).stat().st_mtime >= began:
         return

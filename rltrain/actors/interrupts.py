@@ -13,6 +13,8 @@ import psutil
 AGAIN = "interrupted again while it was being closed"
 LATE = "interrupted, and not closed within trainer.grace_s"
 
+GUARDIAN = "rltrain.actors.guardian"
+
 _last_acts: list[Callable[[str], None]] = []
 _received: list[signal.Signals] = []
 """Kept here, because Ray raises a KeyboardInterrupt of its own in place of the handler's."""
@@ -106,7 +108,8 @@ def last_act(act: Callable[[str], None]) -> Iterator[None]:
 
 
 def end_at_once(status: int, why: str = AGAIN) -> None:
-    """Kill every process below this one, then end this one, without closing anything."""
+    """Kill every process below this one, then end this one, without closing anything. The guardian
+    stays, and removes what is left."""
     for act in _last_acts:
         try:
             act(why)
@@ -117,7 +120,8 @@ def end_at_once(status: int, why: str = AGAIN) -> None:
     for _ in range(3):  # what they started in the meantime, too
         for child in this.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                child.kill()
+                if GUARDIAN not in child.cmdline():
+                    child.kill()
     os._exit(status)
 
 

@@ -51,8 +51,7 @@ class LocalProcesses:
         return self._lost
 
     def of_actors(self) -> Iterator[psutil.Process]:
-        raylet = str(self.core["raylet"].pid)
-        return processes_with(lambda environment: environment.get(RAYLET) == raylet)
+        return of_raylet(self.core["raylet"].pid)
 
     def dump_stacks(self) -> None:
         """See `RunNodes`."""
@@ -74,6 +73,11 @@ class LocalProcesses:
 
     def settle(self, nodes: list[str]) -> None:
         pass
+
+
+def of_raylet(raylet: int) -> Iterator[psutil.Process]:
+    """The actors of the Ray whose raylet this is, and what they started."""
+    return processes_with(lambda environment: environment.get(RAYLET) == str(raylet))
 
 
 def core_processes() -> dict[str, psutil.Process]:

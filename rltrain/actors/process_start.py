@@ -17,6 +17,8 @@ from ray.experimental.internal_kv import (
 from rltrain.actors.actor_log import redirect_output
 from rltrain.actors.run_nodes import lost_node
 from rltrain.actors.run_processes import DUMP
+from rltrain.actors.run_temp import own_token
+from rltrain.actors.shared_memory import name_semaphores
 
 SECRETS = "RLTRAIN_SECRETS"
 """Environment variable of an actor's process: under which key of Ray's store its secrets are."""
@@ -30,6 +32,8 @@ def begin_process() -> None:
         stored = _internal_kv_get(key.encode(), namespace=NAMESPACE)
         os.environ.update(json.loads(stored) if stored else {})
     redirect_output()
+    if token := own_token():
+        name_semaphores(token)
     faulthandler.register(DUMP, file=2, all_threads=True)
 
 

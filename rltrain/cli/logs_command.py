@@ -1,4 +1,5 @@
-"""``rltrain logs``: the logs of a run's workers and engines, without what a terminal would obey."""
+"""``rltrain logs``: the logs of a run's workers and engines, without secrets and without what a
+terminal would obey."""
 
 import os
 import sys
@@ -13,7 +14,7 @@ from rich.text import Text
 from rltrain.actors.actor_log import node_of_log
 from rltrain.actors.last_error import last_error, last_line
 from rltrain.cli.find_run import find_run
-from rltrain.config.redact import escape_control, strip_terminal_codes
+from rltrain.config.redact import escape_control, redacted_text
 
 ERROR_LOG = "error"
 """The name of error.log: the traceback that ended the run."""
@@ -183,7 +184,8 @@ def _read(file: Path, start: int = 0) -> str:
 
 
 def _clean(text: str) -> str:
-    return escape_control(strip_terminal_codes(text))
+    # The logs of a run that goes on, or of one on another machine, may have secrets in them yet.
+    return escape_control(redacted_text(text))
 
 
 def _size(nbytes: int) -> str:

@@ -79,8 +79,8 @@ class AskedNodes:
 
 
 def _live(config: Config, address: str) -> tuple[tuple[Node, ...], str]:
-    from rltrain.controller.cluster.ray_cluster import running_ray
     from rltrain.controller.cluster.ray_nodes import read_nodes
+    from rltrain.controller.cluster.running_ray import running_ray
 
     if address == AUTO:
         address = config.cluster.address or AUTO

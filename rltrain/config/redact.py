@@ -48,6 +48,11 @@ def remember_secrets(values: Iterable[str]) -> None:
     _known.extend(value for value in values if len(value) >= SHORTEST)
 
 
+def remembered_secrets() -> list[str]:
+    """All of `remember_secrets`, for another process of ours."""
+    return list(_known)
+
+
 def strip_terminal_codes(text: str) -> str:
     """``text`` without terminal codes. Of a line with carriage returns the last part is kept."""
     lines = _ANSI.sub("", text).replace("\r\n", "\n").split("\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rltrain.actors.interrupts import signals_held
+from rltrain.actors.outcome import OUTCOME
 from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.batch import Batch
 from rltrain.config import Config
@@ -33,7 +34,7 @@ from rltrain.policy.types import Scored, Updated
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.progress import RunProgress
 from rltrain.tracking.timers import StepTimer
-from rltrain.tracking.tracker import OUTCOME, Tracker, read_facts
+from rltrain.tracking.tracker import Tracker, read_facts
 from rltrain.weights.huggingface.identity import ModelIdentity
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from rltrain.actors.call_limits import LIMITS
 from rltrain.actors.interrupts import signal_name
+from rltrain.actors.outcome import OUTCOME
 from rltrain.config.durable import write_durably
 from rltrain.config.redact import Redactor, redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
@@ -32,9 +33,6 @@ from rltrain.tracking.progress import ProgressLines, RunProgress
 from rltrain.tracking.report import write_report
 
 logger = logging.getLogger(__name__)
-
-OUTCOME = "outcome.json"
-"""Says how a run ended; missing while it runs."""
 
 PER_TOKEN = frozenset(
     {"tokens", "rollout_logprobs", "old_logprobs", "ratio", "flipped", "loss_mask"}

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ OF_RL = (
 )
 """What supervised runs have no use for, and so refuse."""
 LIMIT_S = 540.0
+REMOVED_S = 60.0
+"""Until the guardian of a run that was killed has removed what is left; machines are busy."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,19 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path, cache_dir: Path) -> Iterator[Start]:
+def temporary() -> Iterator[Path]:
+    """TMPDIR of the runs of a test, of which nothing may be left in it. Its path is short."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    yield folder
+    end = time.monotonic() + REMOVED_S
+    while (left := sorted(folder.rglob("*"))) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert left == [], "left in TMPDIR"
+    folder.rmdir()
+
+
+@pytest.fixture
+def start(tmp_path: Path, cache_dir: Path, temporary: Path) -> Iterator[Start]:
     """Start a run in the folder ``name``; a second one of that name goes on in it.
 
     With ``typed`` it starts that command, with the overrides after it.
@@ -109,7 +125,8 @@ def start(tmp_path: Path, cache_dir: Path) -> Iterator[Start]:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=tmp_path,
-                env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+                env=os.environ
+                | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TMPDIR": str(temporary)},
                 text=True,
                 start_new_session=True,
             )

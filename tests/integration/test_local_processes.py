@@ -3,8 +3,10 @@
 Not exercised: engines and ranks, of which tests/integration/test_run.py kills one.
 """
 
+import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray._private import services
 
 from rltrain.actors import run_processes
 from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all
@@ -22,6 +25,7 @@ from rltrain.controller.cluster.ray_cluster import cluster
 
 pytestmark = pytest.mark.integration
 NOTICED_S = 30.0
+ROOT = Path(__file__).parents[2]
 
 
 @ray.remote(num_cpus=0)
@@ -78,10 +82,11 @@ def test_a_lost_process_ends_the_wait_and_all_others(
 
 
 DRIVER = """
-import os, psutil, signal, ray
-from rltrain.controller.cluster.ray_cluster import running_ray
+import os, psutil, signal, sys, ray
+from pathlib import Path
+from rltrain.controller.cluster.running_ray import running_ray
 from tests.integration.test_local_processes import Parent, core
-with running_ray(None):
+with running_ray(None, Path(sys.argv[1])):
     actor = Parent.remote()
     pids = ray.get(actor.start.remote())
     agents = [child.pid for child in psutil.Process(core("raylet")).children()]
@@ -91,17 +96,70 @@ with running_ray(None):
 """
 
 
-def test_nothing_outlives_a_driver_that_was_killed() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", DRIVER]
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+def test_nothing_outlives_a_driver_that_was_killed(tmp_path: Path, temporary: Path) -> None:
+    """Not a process, and nothing in TMPDIR; the run's folder says how it ended."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment | {"TMPDIR": str(temporary)}
+    )
     assert driver.stdout is not None
     lines = iter(driver.stdout.readline, "")
     pids = next([int(word) for word in line.split()] for line in lines if line[:1].isdigit())
     assert len(pids) >= 5  # an agent at least
+    (folder,) = temporary.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert list(folder.glob("r/session_*/sockets/raylet"))
     driver.kill()
     driver.wait()
     end = time.monotonic() + NOTICED_S
-    while left := [pid for pid in pids if is_there(pid)]:
+    while (left := [pid for pid in pids if is_there(pid)]) or list(temporary.iterdir()):
         assert time.monotonic() < end, [psutil.Process(pid).cmdline() for pid in left]
         time.sleep(0.2)
+    assert json.loads((tmp_path / "outcome.json").read_text())["state"] == "killed"
+    assert list(tmp_path.glob("ray-logs/session_*/raylet.err"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("which", "first", "limit_s", "ends"),
+    [
+        ("RAYLET", "mkdir {mark} 2>/dev/null && sleep 600", 900.0, "started"),
+        ("GCS_SERVER", "mkdir {mark} 2>/dev/null && sleep 600", 900.0, "started"),
+        ("RAYLET", "sleep 600", 60.0, "failed tried "),
+        ("RAYLET", "exit 3", 900.0, "failed tried 3 times"),
+    ],
+)
+def test_a_start_that_is_too_slow_is_tried_again(
+    which: str, first: str, limit_s: float, ends: str, tmp_path: Path, temporary: Path
+) -> None:
+    """A program before Ray's own takes too long, the first time or every time."""
+    slow = tmp_path / "slow"
+    real = getattr(services, f"{which}_EXECUTABLE")
+    slow.write_text(f'#!/bin/sh\n{first.format(mark=tmp_path / "mark")}\nexec {real} "$@"\n')
+    slow.chmod(0o755)
+    command = [sys.executable, "-c", SLOW, which, str(slow), str(tmp_path), str(limit_s)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    done = subprocess.run(command, stdout=-1, stderr=-1, text=True, env=environment, timeout=900)
+    assert done.stdout.startswith(ends) and done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("left: 0\n"), done.stdout
+    if ends.startswith("failed"):
+        assert "Ray did not start (tried " in done.stdout and "[RL4003]" in done.stdout
+        assert f"Logs: {tmp_path}/ray-logs" in done.stdout and done.stdout.count("\n") <= 4
+
+
+SLOW = """
+import sys, psutil, ray
+from pathlib import Path
+from ray._private import services
+from rltrain.controller.cluster.running_ray import running_ray
+which, program, folder, limit_s = sys.argv[1:]
+setattr(services, f"{which}_EXECUTABLE", program)
+try:
+    with running_ray(None, Path(folder), float(limit_s)):
+        print("started", ray.get(ray.remote(lambda: 7).remote(), timeout=120))
+except RuntimeError as error:
+    tried = str(error).partition("(")[2].partition(" in ")[0]
+    print("failed", tried, error)
+print("left:", len(psutil.Process().children(recursive=True)))
+"""

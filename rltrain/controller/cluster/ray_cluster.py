@@ -1,42 +1,29 @@
 """The Ray cluster and what each actor gets of it."""
 
-import atexit
 import logging
 import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import ray
-from ray._private import ray_constants, services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rltrain.actors.actor_log import FOLDER, LOG
 from rltrain.actors.call_limits import learn_anew
-from rltrain.actors.guardian import Guardian
-from rltrain.actors.local_processes import core_processes, watched_ray
 from rltrain.config import Config
+from rltrain.config.redact import remembered_secrets
 from rltrain.controller.cluster.find_place import find_place
 from rltrain.controller.cluster.nodes import Nodes, with_agents
-from rltrain.controller.cluster.ray_start import HostState, check_address, send_token, start_failure
 from rltrain.controller.cluster.reservation import Reservation, in_bundle, reserve
-from rltrain.parallel.rendezvous import within
+from rltrain.controller.cluster.running_ray import OVERRIDE_ON_ZERO, running_ray
 from rltrain.planning.node_layout import NodeLayout
 from rltrain.planning.nodes import LOCAL, Slot
 from rltrain.planning.placement import Placement
 from rltrain.policy.actor import Role
 
 logger = logging.getLogger(__name__)
-
-OVERRIDE_ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
-"""At 1, the default of old versions, Ray shows no GPU at all to an actor it counts none for."""
-
-SHUTDOWN_S = 60.0
-"""How long the end of a run waits for Ray to end."""
 
 
 @dataclass(frozen=True)
@@ -149,15 +136,15 @@ def cluster(config: Config) -> Iterator[Cluster]:
         ValueError: its nodes have too little for the run.
     """
     learn_anew(config.cluster.phase_timeout_factor, config.cluster.phase_timeout_floor_s)
-    with running_ray(config.cluster.address):
-        run_dir = Path(config.trainer.output_dir)
-        _link_logs(run_dir)
+    run_dir, limits = Path(config.trainer.output_dir), config.cluster
+    with running_ray(limits.address, run_dir, limits.start_timeout_s) as guardian:
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
         os.environ[FOLDER] = str(logs)
         try:
             placed = replace(placed_cluster(config), logs=logs)
             with with_agents(config, placed) as placed:
+                guardian.tell(secrets=remembered_secrets())
                 yield placed
         finally:
             os.environ.pop(FOLDER, None)
@@ -179,100 +166,3 @@ def placed_cluster(config: Config) -> Cluster:
         return placed
     timeout_s = config.cluster.start_timeout_s
     return replace(placed, reserved=reserve(config, placement, found, timeout_s))
-
-
-@contextmanager
-def running_ray(address: str | None) -> Iterator[None]:
-    """Start Ray, or join ``address``; local servers listen on loopback alone.
-
-    Raises:
-        RuntimeError: it did not start or cannot be joined, with what to do.
-    """
-    log_level = os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "warning")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(OVERRIDE_ON_ZERO, "0")
-    local = {
-        "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",
-        "num_cpus": max(8, len(os.sched_getaffinity(0))),
-    }
-    if address is None:
-        # Without this Ray on Linux turns a loopback address into the host's own.
-        ray_constants.ENABLE_RAY_CLUSTER = False
-    else:
-        check_address(address)
-        send_token()
-    # Its words about a dead actor would come beside ours, which have the actor's own error.
-    ray._private.worker._worker_logs_enabled = False
-    terminated = signal.getsignal(signal.SIGTERM)
-    try:
-        with _own_groups():
-            ray.init(
-                # A cluster of our own, even where Ray finds that of another program here.
-                address=address or "local",
-                log_to_driver=False,
-                logging_level=log_level.upper(),
-                **({} if address else local),
-            )
-    except Exception as error:  # Ray raises that class itself
-        _end_ray()  # what it did start
-        raise start_failure(error, address, HostState.now()) from error
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, terminated)  # Ray's would end the process with status 15
-    with _guarded_ray() if address is None else _closing_ray():
-        yield
-
-
-class _InOwnGroup(services.ConsolePopen):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, process_group=0, **kwargs)
-
-
-@contextmanager
-def _own_groups() -> Iterator[None]:
-    """Each process that Ray starts within has a process group of its own. A SIGTERM to the group of
-    the run (`timeout`, Slurm) is for the run, which needs Ray until it has saved."""
-    usual = services.ConsolePopen
-    services.ConsolePopen = _InOwnGroup
-    try:
-        yield
-    finally:
-        services.ConsolePopen = usual
-
-
-@contextmanager
-def _guarded_ray() -> Iterator[None]:
-    """The Ray that this process started: watched, and ended with all that it started."""
-    core = core_processes()
-    guardian = Guardian(core["raylet"].pid)
-    try:
-        with _closing_ray(), watched_ray(core):
-            yield
-    finally:
-        guardian.end()
-
-
-@contextmanager
-def _closing_ray() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        _end_ray()
-
-
-def _end_ray() -> None:
-    try:
-        within(SHUTDOWN_S, ray.shutdown)
-    except TimeoutError:
-        atexit.unregister(ray.shutdown)  # it would wait for the one that goes on
-        logger.error(
-            "Ray did not end within %.0f s: its processes are ended with this one", SHUTDOWN_S
-        )
-
-
-def _link_logs(run_dir: Path) -> None:
-    """Actors log to Ray's session folder; the run's folder points there."""
-    session = Path(ray._private.worker.global_worker.node.get_session_dir_path())  # type: ignore[attr-defined]
-    link = run_dir / "ray-logs"
-    link.unlink(missing_ok=True)
-    link.symlink_to(session / "logs")

@@ -4,13 +4,18 @@ import os
 import re
 import shutil
 import socket
-import tempfile
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from rltrain.actors.run_temp import temporary_parent
 from rltrain.config.redact import strip_terminal_codes
 from rltrain.planning.memory_terms import GIB, gib
 
 CONNECT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+MOST_BROKEN = 3
+"""So many starts may fail because a process of Ray crashed; lack of memory may pass."""
 LITTLE = 1 * GIB
 """Ray keeps its logs and sockets in the temporary folder, and objects in /dev/shm."""
 
@@ -28,7 +33,7 @@ class HostState(NamedTuple):
 
     @classmethod
     def now(cls) -> "HostState":
-        temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        temporary = str(temporary_parent())
         free = [
             shutil.disk_usage(f).free if os.path.isdir(f) else 0 for f in (temporary, "/dev/shm")
         ]
@@ -78,19 +83,90 @@ def send_token() -> None:
         config.initialize("")  # Ray read the environment when it was imported
 
 
-def start_failure(error: BaseException, address: str | None, machine: HostState) -> RuntimeError:
-    """What an error of ``ray.init`` means."""
-    said = " ".join(strip_terminal_codes(str(error)).split())
+@dataclass
+class Tries:
+    """Of a start of Ray, which gives up after 30 s by itself.
+
+    Args:
+        timeout_s: of all of them together
+        began: in seconds of the clock of ``now`` below
+    """
+
+    timeout_s: float
+    began: float
+    count: int = 0
+    broken: int = 0
+    """How often it cannot have been for lack of time."""
+    pause_s: float = 0.0
+    """Before the next one."""
+
+    def again(self, error: BaseException, machine: HostState, crashed: bool, now: float) -> bool:
+        """Whether to try again after one has failed: more time may help, and there is some.
+
+        Args:
+            crashed: whether a process of Ray ended by itself
+        """
+        self.count += 1
+        self.broken += crashed
+        self.pause_s = min(FIRST_PAUSE_S * 2 ** (self.count - 1), LONGEST_PAUSE_S)
+        slow = _known_remedy(_said(error), None, machine) is None
+        in_time = now + self.pause_s < self.began + self.timeout_s
+        return slow and in_time and self.broken < MOST_BROKEN
+
+    def tried(self, now: float) -> str:
+        times = "once" if self.count == 1 else f"{self.count} times"
+        return f"tried {times} in {now - self.began:.0f} s"
+
+
+def last_words(ray: Path) -> str:
+    """The last lines of the logs of Ray's own processes below ``ray``, which will be removed."""
+    words = []
+    for name in ("gcs_server", "raylet"):
+        files = sorted(ray.glob(f"session_2*/logs/{name}.err"))
+        lines = files[-1].read_text(errors="replace").split("\n") if files else []
+        if said := [line.strip() for line in lines if line.strip()]:
+            words.append(f"{name}: {said[-1][:300]}")
+    return "; ".join(words) or "Ray wrote nothing"
+
+
+def start_failure(
+    error: BaseException,
+    address: str | None,
+    machine: HostState,
+    tried: str = "",
+    log: str = "",
+) -> RuntimeError:
+    """What an error of ``ray.init`` means.
+
+    Args:
+        tried: how often and for how long
+        log: where Ray's own logs are, or what they say
+    """
+    said = _said(error)
+    if address is None:
+        failure = f"Ray did not start{f' ({tried})' if tried else ''}: {said}"
+    else:
+        failure = f"cluster.address={address}: {said}"
+    code = "RL4003" if address is None else "RL4004"
+    remedy = _known_remedy(said, address, machine) or (
+        f"The machine is slow or busy ({machine.cores} cores, {machine.load:.0f} processes want "
+        "one): end other programs and start the run again, raise cluster.start_timeout_s, or start "
+        "Ray beforehand with `ray start --head --num-cpus=8` and set cluster.address=auto"
+    )
+    return RuntimeError(f"{failure}\n{remedy}{f'. Logs: {log}' if log else ''} [{code}]")
+
+
+def _said(error: BaseException) -> str:
+    """One line. What Ray quotes of its logs is left out: they are kept."""
+    said = strip_terminal_codes(str(error)).partition("error files:")[0]
+    said = " ".join(said.split())
     if "AuthenticationError" in str(error.__cause__):
         said += ": AuthenticationError, its token is missing or another"
-    failure = (
-        f"Ray did not start: {said}" if address is None else f"cluster.address={address}: {said}"
-    )
-    code = "RL4003" if address is None else "RL4004"
-    return RuntimeError(f"{failure}\n{_remedy(said, address, machine)} [{code}]")
+    return said
 
 
-def _remedy(said: str, address: str | None, machine: HostState) -> str:
+def _known_remedy(said: str, address: str | None, machine: HostState) -> str | None:
+    """None: more time may help."""
     if "Version mismatch" in said:
         return "Install the cluster's versions of Ray and Python here, or the other way round"
     if "AuthenticationError" in said:
@@ -114,8 +190,4 @@ def _remedy(said: str, address: str | None, machine: HostState) -> str:
         )
     if re.search("[Pp]ermission denied|Read-only", said):
         return f"{machine.temporary} cannot be written: set RAY_TMPDIR to a folder of your own"
-    return (
-        f"The machine is slow or busy ({machine.cores} cores, {machine.load:.0f} processes want "
-        "one): end other programs and start the run again, or start Ray beforehand with `ray start "
-        "--head --num-cpus=8` and set cluster.address=auto"
-    )
+    return None

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rltrain.controller.checks import node_facts
 from rltrain.controller.checks.node_rows import Needs, compare, shared_memory_needed
 from rltrain.controller.cluster.node_preflight import LIMIT_S, collect_facts
-from rltrain.controller.cluster.ray_cluster import running_ray
 from rltrain.controller.cluster.ray_nodes import read_nodes
+from rltrain.controller.cluster.running_ray import running_ray
 from rltrain.planning.nodes import Node
 
 

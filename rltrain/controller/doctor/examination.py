@@ -150,10 +150,13 @@ class Examination:
                 "Ray",
                 f"it did not start within {RAY_LIMIT_S:g} s (load {os.getloadavg()[0]:.0f} on "
                 f"{count_cores()} cores)",
-                "end other programs; Ray's logs are in /tmp/ray/session_latest/logs",
+                "end other programs; a run tries again, until cluster.start_timeout_s",
             )
             return
         yield check_ray(self.ray.returncode, said, error, time.monotonic() - self.ray_began)
+
+
+KILLED = "look for a process that was killed for lack of memory: dmesg | grep -i kill"
 
 
 def check_ray(status: int, said: str, error: str, seconds: float) -> Finding:
@@ -164,7 +167,7 @@ def check_ray(status: int, said: str, error: str, seconds: float) -> Finding:
     if status:
         lines = error.strip().splitlines() or [f"its process ended with status {status}"]
         # An error of Ray, and what to do below it; or one line with both.
-        return fail("Ray", " ".join(lines[-2:]), remedy_of(lines[-1], "see Ray's logs in /tmp/ray"))
+        return fail("Ray", " ".join(lines[-2:]), remedy_of(lines[-1], KILLED))
     if seconds > SLOW_RAY_S:
         return warn(
             "Ray",

@@ -10,7 +10,7 @@ LITTLE_MEMORY, TOO_LITTLE_MEMORY = 6 * GIB, 3 * GIB
 """The demo run takes about 4 GiB: three processes with torch, and vLLM's cache."""
 LITTLE_SHARED = 1 * GIB
 FEW_FILES = 4096
-LONGEST_PATH, RAY_PATH, LONGEST_PID = 107, 68, 7
+LONGEST_PATH, RAY_PATH, LONGEST_PID = 107, 73, 7
 """Characters that Linux allows in the path of a socket, that Ray appends to its temporary folder
 (``/ray/session_2026-11-30_02-10-14_123456_4194304/sockets/plasma_store``), and of them the most
 that the number of a process takes."""

@@ -88,6 +88,19 @@ def test_a_terminal_obeys_no_log(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert printed == "red \\x08\ufffd\n" * 3000
 
 
+def test_no_log_shows_a_secret(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the run goes on, which masks them in the files later."""
+    monkeypatch.setenv("SOME_TOKEN", "correct-horse-battery")
+    (run / "logs" / "engine-1.log").write_text("a correct-horse-battery\napi_key=abcdefgh1234\n")
+    for words in (["engine-1"], []):
+        assert main(["logs", *words]) == 0
+        shown = capsys.readouterr().out
+        assert "correct-horse" not in shown and "abcdefgh1234" not in shown
+        assert "[redacted]" in shown
+
+
 def test_the_last_error_of_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "--errors"]) == 0
     shown = capsys.readouterr().out

@@ -1,10 +1,18 @@
 """The message about a failed start of Ray: the likely cause and what to do."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from rltrain.controller.cluster.ray_start import HostState, check_address, start_failure
+from rltrain.controller.cluster.ray_start import (
+    MOST_BROKEN,
+    HostState,
+    Tries,
+    check_address,
+    last_words,
+    start_failure,
+)
 from rltrain.planning.memory_terms import GIB
 
 FINE = HostState(2, 14.2, "/tmp", 50 * GIB, 8 * GIB)
@@ -79,3 +87,33 @@ def test_one_where_somebody_listens_is_not() -> None:
         check_address(address)
     with pytest.raises(RuntimeError, match="nobody answers there"):
         check_address(address)
+
+
+def test_a_slow_start_is_tried_again_for_as_long_as_there_is_time() -> None:
+    tries, now = Tries(timeout_s=200.0, began=0.0), 0.0
+    while tries.again(Exception(TIMED_OUT), FINE, False, now := now + 32.0):
+        now += tries.pause_s
+        assert now < 200.0
+    assert 4 <= tries.count <= 6 and tries.tried(now) == f"tried {tries.count} times in {now:.0f} s"
+
+
+def test_what_time_does_not_mend_is_not_tried_again() -> None:
+    for said, machine in [(SOCKETS, FINE), (TIMED_OUT, FINE._replace(free_shared=0))]:
+        assert not Tries(200.0, 0.0).again(Exception(said), machine, False, 1.0)
+    tries = Tries(1000.0, 0.0)
+    again = [tries.again(Exception(TIMED_OUT), FINE, True, 30.0) for _ in range(MOST_BROKEN)]
+    assert again == [True] * (MOST_BROKEN - 1) + [False]
+
+
+def test_the_failure_says_how_often_and_where_the_logs_are(tmp_path: Path) -> None:
+    said = "Failed to start GCS.  Last 2 lines of error files:\n" + "raw line\n" * 25
+    logs = tmp_path / "session_2026-11-30" / "logs"
+    logs.mkdir(parents=True)
+    assert last_words(tmp_path) == "Ray wrote nothing"
+    (logs / "gcs_server.err").write_text("first\nit is full\n\n")
+    words = last_words(tmp_path)
+    message = str(start_failure(Exception(said), None, FINE, "tried 3 times in 95 s", words))
+    assert message.startswith("Ray did not start (tried 3 times in 95 s): Failed to start GCS.")
+    assert "raw line" not in message and message.count("\n") == 1
+    assert "raise cluster.start_timeout_s" in message
+    assert message.endswith("Logs: gcs_server: it is full [RL4003]")

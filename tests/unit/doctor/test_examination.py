@@ -56,7 +56,7 @@ def test_json_holds_the_findings_and_no_secret():
         (0, "", 4.0, State.OK, "started in 4 s", ""),
         (0, "", 20.0, State.WARN, "slow", "cluster.address=auto"),
         (1, "log\nno start\nset RAY_TMPDIR [RL4003]", 4.0, State.FAIL, "no start set", "RL4003"),
-        (-9, "", 4.0, State.FAIL, "status -9", "/tmp/ray"),
+        (-9, "", 4.0, State.FAIL, "status -9", "dmesg"),
     ],
 )
 def test_ray(status, error, seconds, state, found, remedy):

@@ -37,9 +37,9 @@ H200 = GpuState(0, "NVIDIA H200", 140 * GIB, 1 * GIB)
         (machine.check_clock(2e9, 1.9e9), State.OK, "not before"),
         (machine.check_clock(0.0, 1.9e9), State.WARN, "days before"),
         (machine.check_temporary_path("/tmp"), State.OK, "/tmp"),
-        (machine.check_temporary_path("/" + "x" * 38), State.OK, "/xx"),
-        (machine.check_temporary_path("/" + "x" * 39), State.WARN, "40 characters"),
-        (machine.check_temporary_path("/" + "x" * 45), State.FAIL, "46 characters"),
+        (machine.check_temporary_path("/" + "x" * 33), State.OK, "/xx"),
+        (machine.check_temporary_path("/" + "x" * 34), State.WARN, "35 characters"),
+        (machine.check_temporary_path("/" + "x" * 40), State.FAIL, "41 characters"),
         (machine.check_loopback("Connection refused"), State.FAIL, "Connection refused"),
     ],
 )
