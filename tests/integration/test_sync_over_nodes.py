@@ -61,7 +61,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     actors, ready = zip(*[start_engine(one) for one in specs], strict=True)
     policy = PolicyGroup(config, str(root / "0"), placed)
     ray.get(list(ready), timeout=LIMIT_S)
-    yield Started(policy, Engines(actors, LIMIT_S, LIMIT_S))
+    yield Started(policy, Engines(list(actors), LIMIT_S, LIMIT_S))
     ray.shutdown()
 
 
