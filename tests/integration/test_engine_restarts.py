@@ -120,10 +120,10 @@ def test_others_do_the_work_of_one_that_died(with_ray: None) -> None:
     found = restarts(2, weights)
     assert sorted(run(found, calls(12), killed=1)) == list(range(12))
     assert found.count == 1 and set(found.away) == {1} and weights.asked == []
-    # It stays away until weights are sent.
+    # It stays away until weights are sent. It dies once more meanwhile, which is found then.
     assert sorted(run(found, calls(4), killed=1)) == list(range(4))
     found.complete()
-    assert not found.away and weights.asked == ["disconnect"]
+    assert found.count == 2 and not found.away and weights.asked == ["disconnect"]
     assert sorted(run(found, calls(4, engines=2), killed=1)) == list(range(4))
 
 
@@ -234,11 +234,10 @@ def test_a_deterministic_run_ends_as_if_no_engine_had_died(start: Any, tmp_path:
     until(broken, lambda: 2 in broken.metrics and works(broken))
     broken.actors("RolloutEngine")[-1].kill()
     check_went_on(broken, steps=3, engine_restarts=2)
-    for found, step in (("rollout.generate, engine 0, step 2", 2), ("rollout.devices", 3)):
-        assert f"{found}: rollout engine 0 (process" in broken.output
-        assert (
-            broken.metrics[step]["policy/grad_norm"] == straight.metrics[step]["policy/grad_norm"]
-        )
+    for call in ("rollout.generate, engine 0, step 2", "rollout.devices"):
+        assert f"{call}: rollout engine 0 (process" in broken.output
+    norms = [[run.metrics[n]["policy/grad_norm"] for n in (1, 2, 3)] for run in (straight, broken)]
+    assert norms[0] == norms[1] and min(norms[0]) > 0
     weights = []
     for ended in (straight, broken):
         out = tmp_path / f"{ended.folder.name}-model"
