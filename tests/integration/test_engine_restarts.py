@@ -74,7 +74,7 @@ def with_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def start_clerk(seconds: float = 0.02) -> tuple[Any, Any]:
+def start_clerk(seconds: float) -> tuple[Any, Any]:
     actor = ray.remote(Clerk).options(num_cpus=0).remote(seconds)
     return actor, actor.capabilities.remote()
 
@@ -86,7 +86,7 @@ def restarts(count: int, weights: Weights, limit: int = 3, seconds: float = 0.5)
     return EngineRestarts(
         Engines(list(actors), 60.0, 60.0),
         cast(WeightSync, weights),
-        lambda engine, dead: start_clerk(),
+        lambda engine, dead: start_clerk(seconds),
         Restarts(limit, 3600.0),
         colocated=False,
     )
