@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from rltrain.actors.failures import ActorFailed
+from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all, sparing
 from rltrain.cli.app import main as rltrain
 from rltrain.controller.cluster.engines import Engines
 from rltrain.controller.engine_restarts import EngineRestarts
@@ -23,6 +24,7 @@ from rltrain.controller.supervision import Restarts
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.rollout.dispatch import Dispatcher
 from rltrain.rollout.dispatch_board import RequestBatch
+from rltrain.rollout.engine import RolloutEngine
 from rltrain.rollout.requests import Request, SamplingParams
 
 pytestmark = [
@@ -157,6 +159,25 @@ def test_it_is_an_error_where_it_cannot_be_replaced(with_ray: None) -> None:
     run(found, calls(2), killed=0)
     with pytest.raises(ActorFailed, match="generate, engine 0, step 1"):
         run(found, calls(2), killed=0)
+
+
+def test_its_death_ends_no_wait_for_others_but_in_a_weight_sync(
+    with_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rltrain.actors.failures.POLL_S", 0.5)
+    named = ray.remote(type(RolloutEngine.__name__, (Clerk,), {})).options(num_cpus=0)
+    worker, _ = start_clerk(8.0)
+    engines = [named.remote(0.0), named.remote(0.0)]
+    pids = [ray.get(engine.capabilities.remote())["pid"] for engine in engines]
+
+    def wait_while_it_dies(pid: int) -> list[Any]:
+        Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        return get_all([worker.generate.remote([], None, "")], AwaitedCall("policy", "update"), 60)
+
+    with restarts(1, Weights()).sparing_others():
+        assert wait_while_it_dies(pids[0]) == [[]]
+        with sparing(), pytest.raises(ActorFailed, match=r"policy.update: an actor of RolloutEn"):
+            wait_while_it_dies(pids[1])
 
 
 # Whole runs
