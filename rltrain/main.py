@@ -138,17 +138,20 @@ def train_until_end(config: Config, data: "RunData") -> None:
     """Train, and go on after a part was lost; if a second signal ends the closing at once, the
     outcome is written all the same."""
     if config.algorithm.type == "sft":
-        from rltrain.controller.sft import run as train
+        from rltrain.controller.sft import run as train_supervised
     else:
         from rltrain.controller.rl import run as train
     from rltrain.controller.run_progress import run_progress
-    from rltrain.controller.supervision import supervise
+    from rltrain.controller.supervision import Restarts, supervise
     from rltrain.tracking.tracker import write_outcome
 
-    def attempt(config: Config) -> None:
+    def attempt(config: Config, restarts: Restarts) -> None:
         has_held_out = bool(data.problems.held_out)
         with closing(run_progress(config, has_held_out=has_held_out)) as progress:
-            train(config, data, progress)
+            if config.algorithm.type == "sft":
+                train_supervised(config, data, progress)
+            else:
+                train(config, data, progress, restarts)
 
     folder = Path(config.trainer.output_dir)
     ended = last_act(lambda why: write_outcome(folder, KeyboardInterrupt(why)))

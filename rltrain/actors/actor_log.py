@@ -15,7 +15,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from rltrain.actors.run_processes import RUN
+from rltrain.actors.run_processes import RUN, end_processes_with
 
 LOG = "RLTRAIN_LOG"
 """Environment variable of an actor's process: the path of its file, as the controller knows it."""
@@ -77,6 +77,12 @@ def _node() -> str:
 
 def _on_node() -> str:
     return f" on {_node()}" if os.environ.get(RUN) else ""
+
+
+def end_logged(file: str) -> int:
+    """Kill the processes on this node of the actor that has this ``LOG``: its own, and those that
+    it started and that may outlive it. Returns how many there were."""
+    return end_processes_with(lambda environment: environment.get(LOG) == file)
 
 
 def find_log(pid: int, node: str | None = None) -> Path | None:

@@ -3,7 +3,8 @@
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
 from typing import Any, Literal, NamedTuple
@@ -45,6 +46,7 @@ LOG_NAMES = {"rollout": "engine"}
 NODE_DIED = "node has died"
 """What Ray says of an actor on a node that was lost."""
 _KILLS_BEFORE = oom_kills()
+_spared: list[str] = []
 
 
 FACTOR = "cluster.phase_timeout_factor"
@@ -99,11 +101,23 @@ class AwaitedCall(NamedTuple):
         return (self if limit_s == most_s else self._replace(key=FACTOR)), limit_s
 
 
+@contextmanager
+def sparing(*classes: str) -> Iterator[None]:
+    """Within, the death of an actor of these classes, and of no others, does not end the wait for
+    other actors: whoever uses it next starts it again."""
+    before = _spared[:]
+    _spared[:] = classes
+    try:
+        yield
+    finally:
+        _spared[:] = before
+
+
 def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[Any]:
     """The answers of actors, in the order of ``refs``.
 
     The first failure ends the wait, since other actors may wait for the failed one for ever. The
-    death of any other actor of this run ends it, too.
+    death of any other actor of this run ends it, too, but for those of `sparing`.
 
     Raises:
         ActorFailed: an actor raised, died, or did not answer within ``timeout_s``.
@@ -172,7 +186,9 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
     if lost := lost_node():
         return ActorFailed("died", str(call), lost)
     if isinstance(error, RayTaskError):
-        return ActorFailed("raised", str(call), _raised(call.role, error))
+        # One that cannot start would not start the next time either.
+        died = isinstance(error.cause, ChildDied) and call.method != "start"
+        return ActorFailed("died" if died else "raised", str(call), _raised(call.role, error))
     if isinstance(error, GetTimeoutError):
         late = f"it has answered, and nothing arrived within {FETCH_S:g} s: see `ray status`"
         return ActorFailed("silent", str(call), late)
@@ -256,7 +272,8 @@ def _last_lines(role: str) -> str:
 
 
 def describe_deaths(since: float) -> list[str]:
-    """A description of each actor of this run that has died by itself, in the order of deaths.
+    """A description of each actor of this run that has died by itself, in the order of deaths; not
+    of those of `sparing`.
 
     Args:
         since: deaths from then on, in seconds since 1970
@@ -275,6 +292,7 @@ def describe_deaths(since: float) -> list[str]:
         (actor, context)
         for actor, context in sorted(dead, key=lambda death: death[0]["EndTime"])
         if context.reason in (ActorDiedErrorContext.WORKER_DIED, ActorDiedErrorContext.NODE_DIED)
+        and actor["ActorClassName"] not in _spared
     ]
     if by_itself:
         fetch_logs()

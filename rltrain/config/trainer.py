@@ -26,8 +26,8 @@ class TrainerConfig(Section):
     """Resume although keys were changed that change what the checkpoint means, such as the learning
     rate or the reward (docs/checkpoints.md)."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often within ``restart_window_s`` the run starts all its parts again, from the newest
-    checkpoint, after a process of it died or froze. 0: it ends."""
+    """How often within ``restart_window_s`` the run starts parts again after a process of it died
+    or froze: a rollout engine alone, or all parts from the newest checkpoint. 0: it ends."""
     restart_window_s: Annotated[float, Field(gt=0)] = 3600.0
     grace_s: Annotated[float, Field(gt=0)] = 30.0
     """After the first SIGINT or SIGTERM, the run finishes the update that it is in, saves and ends.

@@ -18,6 +18,7 @@ from rltrain.controller.checks.precision_bounds import engine_precision, trainer
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.engine_restarts import EngineRestarts
 from rltrain.controller.rollout_rows import keeps_rollouts, rollout_rows
 from rltrain.controller.run_loop import Loop, Step
 from rltrain.controller.sampling import Sampled, Sampler
@@ -46,6 +47,7 @@ class Trainer(Loop):
     spec: EngineSpec
     placed: Cluster
     weight_sync: WeightSync
+    engine_restarts: EngineRestarts
     colocation: Colocation
     kl_coef: float
     """Of the next step."""
@@ -108,6 +110,7 @@ class Trainer(Loop):
         assert self.synced_after == step or not self.evaluator.is_due(step), (
             "an evaluation measures the weights of its step"
         )
+        metrics["rollout/engine_restarts"] = float(self.engine_restarts.count)
         return metrics
 
     # The stages
@@ -245,6 +248,7 @@ class Trainer(Loop):
         names += [name for name in optional if getattr(batch, name) is not None]
         fields = dict(zip(names, batch.require(*names), strict=True))
         routing = UPDATE_ROUTING[self.config.routing_replay.mode]
+        self.weight_sync.outdate()
         return self.policy.update(fields, routing=routing, kl_coef=self.kl_coef)
 
     def update_critic(self, critic: CriticGroup, batch: Batch) -> dict[str, float]:
@@ -302,6 +306,7 @@ class Trainer(Loop):
         """Bring the weights after ``step`` into the engines, whose turn it is then."""
         self.synced_after = step
         with self.colocation.weight_sync(timer):
+            self.engine_restarts.complete()
             metrics = self.weight_sync.sync(self.config.rollout.dtype)
         if self.config.trainer.check_weight_sync:
             options = self.placed.engine_options(0, log="fresh-engine")

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rltrain.algorithms.advantages import needs_critic
@@ -10,11 +11,12 @@ from rltrain.controller.checkpoint_storage import open_storage
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.disks import disks_of
-from rltrain.controller.cluster.engines import engine_spec, start_engines
+from rltrain.controller.cluster.engines import engine_spec, start_again, start_engines
 from rltrain.controller.cluster.model_folders import check_imported_weights
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import cluster
 from rltrain.controller.cluster.worker_group import WorkerGroup
+from rltrain.controller.engine_restarts import EngineRestarts
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.find_checkpoint import find_checkpoint
 from rltrain.controller.loop import Trainer
@@ -23,6 +25,7 @@ from rltrain.controller.run_loop import is_finished, open_tracker, resume
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.sft import warm_started_model
 from rltrain.controller.speed import Speed
+from rltrain.controller.supervision import Restarts
 from rltrain.controller.weight_links import SyncNodes
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.loader import PromptLoader
@@ -36,8 +39,12 @@ from rltrain.weights.families import read_architecture
 from rltrain.weights.sync.engine_fp8 import check_fp8_blocks
 
 
-def run(config: Config, data: RunData, progress: RunProgress) -> None:
-    """Start everything a run needs, train, and leave a report whatever happens."""
+def run(config: Config, data: RunData, progress: RunProgress, restarts: Restarts) -> None:
+    """Start everything a run needs, train, and leave a report whatever happens.
+
+    Args:
+        restarts: taken by engines that are started again alone
+    """
     if is_finished(config):
         return
     with ExitStack() as stack:
@@ -66,7 +73,16 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         policy = PolicyGroup(config, str(path), placed)
         assert placed.logs is not None
         pool = stack.enter_context(RewardPool(config.data.reward, placed.logs))
-        generator = Generator(engines.actors, config)
+        nodes = SyncNodes(placed.policy_nodes, placed.engine_nodes)
+        weight_sync = WeightSync(policy, engines, transport, nodes)
+        engine_restarts = EngineRestarts(
+            engines,
+            weight_sync,
+            partial(start_again, config, spec, placed),
+            restarts,
+            placed.placement.colocated,
+        )
+        generator = Generator(engines.actors, config, engine_restarts)
         prompts = PromptLoader(
             problems.train,
             config.prompts_per_round,
@@ -82,7 +98,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         progress.phase("start_engines")
         versions = {"engine": json.dumps(wait_until_ready()[0])}
         tracker = stack.enter_context(open_tracker(config, placed, start.after, progress, versions))
-        nodes = SyncNodes(placed.policy_nodes, placed.engine_nodes)
+        stack.enter_context(engine_restarts.sparing_others())
         Trainer(
             config,
             prompts,
@@ -96,7 +112,8 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
             sampler=sampler,
             spec=spec,
             placed=placed,
-            weight_sync=WeightSync(policy, engines, transport, nodes),
+            weight_sync=weight_sync,
+            engine_restarts=engine_restarts,
             colocation=Colocation(placed.placement.colocated, policy, critic, engines),
             kl_coef=start.state.get("kl_coef", config.algorithm.kl.coef),
             synced_after=start.after,

@@ -1,7 +1,8 @@
 """A run goes on by itself after a part of it has died, frozen or lost its weights.
 
 All parts are started again, in this process, from the newest checkpoint: the same folder, the same
-runs of the trackers, and the steps after that checkpoint once more.
+runs of the trackers, and the steps after that checkpoint once more. Before the first checkpoint
+they start from where the run began. An engine alone needs none of this: `engine_restarts`.
 """
 
 import logging
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 SYNC = ("start_weight_sync", "load_weight_bucket", "finish_weight_sync", "connect")
 """Methods after whose failure an engine has no weights to generate with."""
 
+FROM_STEP_0 = "step 0, since the run has saved no checkpoint yet (checkpoint.every)"
+
 
 @dataclass
 class Restarts:
@@ -40,50 +43,52 @@ class Restarts:
         self._times.append(now)
         return True
 
+    @property
+    def taken(self) -> int:
+        """How many of the window's there have been, when the last one was taken."""
+        return len(self._times)
 
-def supervise(config: Config, attempt: Callable[[Config], None]) -> None:
-    """``attempt(config)``, and again from the newest checkpoint each time a part is lost.
+
+def supervise(config: Config, attempt: Callable[[Config, Restarts], None]) -> None:
+    """``attempt(config, restarts)``, and again from the newest checkpoint each time a part is lost.
 
     Args:
-        attempt: a whole run, which has ended all that it started when it raises
+        attempt: a whole run, which has ended all that it started when it raises. It takes from the
+            restarts, too, what it starts again by itself.
 
     Raises:
         RuntimeError: parts were lost more than ``trainer.max_restarts`` times.
-        Exception: as ``attempt`` raises it: no part was lost, or there is no checkpoint.
+        Exception: as ``attempt`` raises it: no part was lost.
     """
     trainer = config.trainer
     restarts = Restarts(trainer.max_restarts, trainer.restart_window_s)
     while True:
         try:
-            return attempt(config)
+            return attempt(config, restarts)
         except Exception as error:
             if trainer.max_restarts == 0 or not lost_a_part(error):
                 raise
-            saved = checkpoints(Path(trainer.output_dir))
-            if not saved:
-                logger.warning(
-                    "there is no checkpoint to start again from: set checkpoint.every, and a lost "
-                    "part costs the steps since the last one"
-                )
-                raise
             if not restarts.take(time.monotonic()):
                 raise RuntimeError(
-                    f"{error}\nBefore this, the run was started again {trainer.max_restarts} times "
+                    f"{error}\nBefore this, parts were started again {trainer.max_restarts} times "
                     f"within {trainer.restart_window_s:g} s, which is trainer.max_restarts. Mend "
                     "the cause, then go on with trainer.resume=auto"
                 ) from error
+            saved = checkpoints(Path(trainer.output_dir))
+            place = f"the checkpoint of step {step_of(saved[-1])}" if saved else FROM_STEP_0
             logger.error(
-                "%s\n  All parts start again from the checkpoint of step %d (restart %d; at most "
-                "trainer.max_restarts=%d in %g s).",
+                "%s\n  All parts start again from %s (restart %d; at most trainer.max_restarts=%d "
+                "in %g s).",
                 error,
-                step_of(saved[-1]),
-                len(restarts._times),
+                place,
+                restarts.taken,
                 restarts.limit,
                 restarts.window_s,
             )
-        config = config.model_copy(
-            update={"trainer": config.trainer.model_copy(update={"resume": "auto"})}
-        )
+        if saved:  # else what was asked for: a run that resumes has a checkpoint
+            config = config.model_copy(
+                update={"trainer": config.trainer.model_copy(update={"resume": "auto"})}
+            )
 
 
 def lost_a_part(error: Exception) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from rltrain.actors import node_files
+from rltrain.actors.failures import sparing
 from rltrain.config.rollout import Transport
 from rltrain.config.trainer import TrainerConfig
 from rltrain.controller.checkpoint_space import check_free
@@ -51,22 +52,53 @@ class WeightSync:
     nodes: SyncNodes
     _connection: Connection | None = field(default=None, init=False)
     """Once the engines' workers are known and connected."""
+    _version: int = field(default=0, init=False)
+    """Of the weights that were sent last."""
+    _dtype: str | None = field(default=None, init=False)
+    """Of the last sync, while the policy has the weights that it sent then."""
 
     def sync(self, dtype: str) -> dict[str, float]:
-        """One sync: while the engines load a bucket, the policy fills the next one, which waits in
-        the engines' queues before they ask for it.
+        """Send the policy's weights. No engine may be generating.
 
         Every bucket carries its checksum; an engine that misses one, or is sent too few, fails
-        here. No engine may be generating.
+        here. The others are then half-loaded, so all of them would have to be started again.
 
         Returns:
             Metrics ``weights/*``.
         """
-        if self._connection is None:
-            self._connection = connect(self.policy, self.engines, self.transport, self.nodes)
-        first = self._begin(dtype, self._connection)
-        sent = self._load(first, self._connection)
-        self._finish()
+        self._version += 1
+        metrics = self._stream(dtype)
+        self._dtype = dtype
+        return metrics
+
+    def outdate(self) -> None:
+        """The policy's weights change."""
+        self._dtype = None
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether the policy still has the weights that it sent last."""
+        return self._dtype is not None
+
+    def repeat(self) -> None:
+        """Send the same weights once more, since an engine was replaced. None may be generating."""
+        assert self._dtype is not None
+        self._stream(self._dtype)
+
+    def disconnect(self) -> None:
+        """An engine was replaced: all connect anew at the next sync."""
+        self._connection = None
+
+    def _stream(self, dtype: str) -> dict[str, float]:
+        """While the engines load a bucket, the policy fills the next one, which waits in the
+        engines' queues before they ask for it. Policy and engines wait for one another, so any
+        death ends it."""
+        with sparing():
+            if self._connection is None:
+                self._connection = connect(self.policy, self.engines, self.transport, self.nodes)
+            first = self._begin(dtype, self._connection)
+            sent = self._load(first, self._connection)
+            self._finish()
         crossed = map(mul, sent, self._connection.crossings)
         return {
             "weights/bytes": float(sum(sent)),
@@ -104,7 +136,7 @@ class WeightSync:
         return sent
 
     def _finish(self) -> None:
-        self.engines.finish_weight_sync()
+        self.engines.finish_weight_sync(self._version)
         self.policy.end_weight_stream()
 
     def _filled(self, filling: Filling) -> Bucket | None:

@@ -72,6 +72,7 @@ class PolicyWorker(MegatronWorker):
         self.reference = (
             self._on_mesh(self._load(ddp=False)) if config.algorithm.kl.coef > 0 else None
         )
+        self._group: BroadcastGroup | None = None
         self.recorded_routes: Tensor | None = None
         self._deficits: Tensor | None = None  # of the rollout's routes, where last compared
         self._sent_routes: tuple[Tensor, Tensor] | None = None  # and their copy on the device
@@ -300,13 +301,16 @@ class PolicyWorker(MegatronWorker):
         return device_name(self.device)
 
     def join_receivers(self, link: SenderLink | None, senders: Sequence[int]) -> None:
-        """Join the workers of engines that get this rank's bytes. Collective with them.
+        """Join the workers of engines that get this rank's bytes. Collective with them. The second
+        time, after an engine was replaced, this leaves the earlier group.
 
         Args:
             link: None: this rank sends nothing
             senders: all ranks that send
         """
         self._gathering = Gathering(self.mesh.rank, senders)
+        if self._group is not None:
+            self._group.leave()
         self._link, self._group = link, None
         if link is not None and link.rendezvous is not None:
             limits = self.config.cluster

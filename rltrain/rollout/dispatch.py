@@ -3,17 +3,24 @@
 import math
 import time
 import uuid
-from collections import Counter, deque
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Generator, Sequence
+from typing import Any, Protocol
 
 import ray
 
 from rltrain.actors.call_limits import LIMITS
-from rltrain.actors.failures import FACTOR, AwaitedCall, check_nodes, get_all, timeout_failure
+from rltrain.actors.failures import (
+    FACTOR,
+    ActorFailed,
+    AwaitedCall,
+    check_nodes,
+    get_all,
+    timeout_failure,
+)
 from rltrain.actors.run_nodes import lost_node
-from rltrain.rollout.requests import Request, Rollout, SamplingParams
+from rltrain.rollout.dispatch_board import Board, RequestBatch, Running
+from rltrain.rollout.requests import Rollout, SamplingParams
 
 QUEUED = 2
 """An engine among several gets no further batch once it has this many times ``max_num_seqs``
@@ -23,24 +30,38 @@ POLL_S = 0.1
 ABORT_S = 30.0
 
 
-@dataclass(frozen=True)
-class RequestBatch:
-    """Requests that are sent to an engine in one call."""
-
-    groups: Sequence[int]  # indices of their groups in the step
-    requests: Sequence[Request]
-    engine: int | None = None  # None: whichever has room
-
-
-@dataclass(frozen=True)
-class _Running:
-    call: RequestBatch
-    engine: int
-    name: str  # the engine aborts it by this name
-
-
 ALL = "rollout.run"
 """What `CallLimits` calls the generation of a whole step."""
+
+
+class Replacer(Protocol):
+    """Starts engines again, in the same places of the list of engines."""
+
+    @property
+    def away(self) -> Collection[int]:
+        """Engines that were lost and cannot generate yet."""
+
+    def lost(self, engine: int, failure: ActorFailed) -> None:
+        """An engine died or is silent. Raises ``failure`` if it is not started again."""
+
+    def try_join(self) -> bool:
+        """Have all engines that are away join, if they are ready; no engine may be generating.
+
+        Raises:
+            ActorFailed: they cannot.
+        """
+
+
+class NoReplacer:
+    """Every loss is an error."""
+
+    away: Collection[int] = ()
+
+    def lost(self, engine: int, failure: ActorFailed) -> None:
+        raise failure
+
+    def try_join(self) -> bool:
+        raise AssertionError("no engine is away")
 
 
 class Dispatcher:
@@ -49,11 +70,16 @@ class Dispatcher:
     Args:
         engines: handles of ``RolloutEngine`` actors
         timeout_s: how long an engine with requests may take without finishing a call
+        replacer: the calls of an engine that is lost wait at the front of the queue; those that are
+            bound to it, and all if no other engine is left, wait until it has joined again
     """
 
-    def __init__(self, engines: Sequence[Any], timeout_s: float) -> None:
-        self.engines = list(engines)
+    def __init__(
+        self, engines: Sequence[Any], timeout_s: float, replacer: Replacer | None = None
+    ) -> None:
+        self.engines = engines
         self._timeout_s = timeout_s
+        self._replacer = replacer or NoReplacer()
 
     def run(
         self, calls: Sequence[RequestBatch], sampling: SamplingParams, step: int
@@ -62,52 +88,83 @@ class Dispatcher:
         finished for ``POLL_S``, so that the caller can do other work. Closing it aborts the rest.
 
         Raises:
-            ActorFailed: naming the engine that raised, died or is silent.
+            ActorFailed: naming the engine that raised, or that died or is silent and is not
+                replaced.
         """
-        waiting, running = deque(calls), dict[Any, _Running]()
         began, limit_s = time.monotonic(), LIMITS.limit(ALL, self._timeout_s)
-        max_requests = self._max_requests(calls, step)
-        load = Counter(dict.fromkeys(range(len(self.engines)), 0))
-        last_answer = dict.fromkeys(load, time.monotonic())
+        board = Board(deque(calls), len(self.engines), self._max_requests(calls, step))
+        lost = False
         try:
-            while waiting or running:
-                while waiting and (engine := _place(waiting[0], load, max_requests)) is not None:
-                    call, name = waiting.popleft(), uuid.uuid4().hex
-                    ref = self.engines[engine].generate.remote(call.requests, sampling, name)
-                    running[ref] = _Running(call, engine, name)
-                    load[engine] += len(call.requests)
-                ready, _ = ray.wait(list(running), timeout=POLL_S)
-                for ref in ready:
-                    engine, call = running[ref].engine, running[ref].call
-                    rollouts: list[Rollout] = self._get(ref, engine, step)
-                    del running[ref]
-                    load[engine] -= len(call.requests)
-                    last_answer[engine] = time.monotonic()
-                    yield call, rollouts
-                if not ready:
-                    for engine in {one.engine for one in running.values()}:
-                        check_nodes(_wait(engine, step))
-                        if time.monotonic() - last_answer[engine] > limit_s:
-                            wait = _wait(engine, step, learned=limit_s < self._timeout_s)
-                            raise timeout_failure(wait, 1, 1, limit_s)
+            while board.waiting or board.running:
+                self._send(board, sampling)
+                if not board.running:
+                    if not self._replacer.try_join():
+                        check_nodes(AwaitedCall("rollout", "start"))
+                        time.sleep(POLL_S)
                     yield None
-            # No engine is silent for longer than all of it takes.
-            LIMITS.took(ALL, time.monotonic() - began)
+                    continue
+                ready, _ = ray.wait(list(board.running), timeout=POLL_S)
+                for ref in ready:
+                    one = board.running[ref]
+                    try:
+                        rollouts: list[Rollout] = self._get(ref, one.engine, step)
+                    except ActorFailed as failure:
+                        lost = True
+                        self._lose(board, one.engine, failure)
+                        continue
+                    board.answered(ref)
+                    yield one.call, rollouts
+                if not ready:
+                    lost |= self._lose_silent(board, limit_s, step)
+                    yield None
+            if not lost:  # no engine is silent for longer than all of it takes
+                LIMITS.took(ALL, time.monotonic() - began)
         finally:
-            self._abort(running)
+            self._abort(board.running)
+
+    def _send(self, board: Board, sampling: SamplingParams) -> None:
+        while (placed := board.place(self._replacer.away)) is not None:
+            (call, engine), name = placed, uuid.uuid4().hex
+            ref = self.engines[engine].generate.remote(call.requests, sampling, name)
+            board.sent(ref, Running(call, engine, name))
+
+    def _lose(self, board: Board, engine: int, failure: ActorFailed) -> None:
+        if failure.kind == "raised":
+            raise failure
+        self._replacer.lost(engine, failure)
+        board.take_back(engine)
+
+    def _lose_silent(self, board: Board, limit_s: float, step: int) -> bool:
+        """Whether an engine was."""
+        found = False
+        for engine in {one.engine for one in board.running.values()}:
+            check_nodes(_wait(engine, step))
+            if time.monotonic() - board.since[engine] > limit_s:
+                wait = _wait(engine, step, learned=limit_s < self._timeout_s)
+                self._lose(board, engine, timeout_failure(wait, 1, 1, limit_s))
+                found = True
+        return found
 
     def _max_requests(self, calls: Sequence[RequestBatch], step: int) -> float:
         """The number of requests from which on an engine gets no further batch."""
         if len(self.engines) == 1 or all(call.engine is not None for call in calls):
             return math.inf
-        refs = [engine.capabilities.remote() for engine in self.engines]
-        capabilities = [self._get(ref, engine, step) for engine, ref in enumerate(refs)]
-        return QUEUED * min(int(engine["max_num_seqs"]) for engine in capabilities)
+        here = [e for e in range(len(self.engines)) if e not in self._replacer.away]
+        refs = {engine: self.engines[engine].capabilities.remote() for engine in here}
+        most = []
+        for engine, ref in refs.items():
+            try:
+                most.append(int(self._get(ref, engine, step)["max_num_seqs"]))
+            except ActorFailed as failure:
+                if failure.kind == "raised":
+                    raise
+                self._replacer.lost(engine, failure)
+        return QUEUED * min(most, default=1)
 
     def _get(self, ref: Any, engine: int, step: int) -> Any:
         return get_all([ref], _wait(engine, step), self._timeout_s)[0]
 
-    def _abort(self, running: dict[Any, _Running]) -> None:
+    def _abort(self, running: dict[Any, Running]) -> None:
         """Abort what runs, and wait until the engines have done so or ``ABORT_S`` is over."""
         names: dict[int, list[str]] = {}
         for one in running.values():
@@ -122,11 +179,3 @@ class Dispatcher:
 def _wait(engine: int, step: int, *, learned: bool = False) -> AwaitedCall:
     call = AwaitedCall("rollout", f"generate, engine {engine}, step {step}")
     return call._replace(key=FACTOR) if learned else call
-
-
-def _place(call: RequestBatch, load: Counter[int], max_requests: float) -> int | None:
-    """The engine that gets the batch now; None if none has room."""
-    if call.engine is not None:
-        return call.engine
-    engine = min(load, key=lambda e: (load[e], e))
-    return engine if load[engine] < max_requests else None

@@ -126,7 +126,7 @@ class RolloutEngine:
         }
 
     def weight_version(self) -> int:
-        """How many weight syncs this engine has seen."""
+        """Of the last weight sync; 0 before the first."""
         return self._weight_version
 
     async def devices(self) -> list[str]:
@@ -158,14 +158,17 @@ class RolloutEngine:
 
         await self._unless_dead(receiver.load_bucket(self._engine, bucket))
 
-    async def finish_weight_sync(self) -> int:
-        """Put the new weights in use, forget cached prefixes; return the new weight version."""
+    async def finish_weight_sync(self, version: int) -> None:
+        """Put the new weights in use, and forget cached prefixes.
+
+        Args:
+            version: of the weights; every engine has the same
+        """
         from rltrain.weights.sync import receiver
 
         await self._unless_dead(receiver.finish_sync(self._engine))
         self._syncing = False
-        self._weight_version += 1
-        return self._weight_version
+        self._weight_version = version
 
     async def sleep(self, level: Literal[1, 2]) -> None:
         """Free the GPU's memory. The KV cache is dropped. The weights are kept on the host (1), or

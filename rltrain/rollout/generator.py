@@ -12,7 +12,8 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.rollout.dispatch import Dispatcher, RequestBatch
+from rltrain.rollout.dispatch import Dispatcher, Replacer
+from rltrain.rollout.dispatch_board import RequestBatch
 from rltrain.rollout.requests import Prompt, Request, Rollout, SamplingParams, request_seed
 from rltrain.routing.align import last_rows
 
@@ -34,11 +35,14 @@ class Generator:
 
     Args:
         engines: handles of ``RolloutEngine`` actors.
+        replacer: starts engines again that died; None: a death is an error
     """
 
-    def __init__(self, engines: Sequence[Any], cfg: Config) -> None:
-        self.engines = list(engines)
-        self._dispatcher = Dispatcher(engines, cfg.cluster.call_timeout_s)
+    def __init__(
+        self, engines: Sequence[Any], cfg: Config, replacer: Replacer | None = None
+    ) -> None:
+        self.engines = engines
+        self._dispatcher = Dispatcher(engines, cfg.cluster.call_timeout_s, replacer)
         self._run_seed = cfg.trainer.seed
         self._deterministic = cfg.rollout.deterministic
         self._sampling = SamplingParams(

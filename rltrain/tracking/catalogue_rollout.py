@@ -289,6 +289,14 @@ ROLLOUT = (
     _rollout(
         "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
     ),
+    _rollout(
+        "rollout/engine_restarts",
+        "engines that died or hung and were started again alone, since the start of the run or "
+        "its last resume",
+        "-",
+        "engines",
+        better="lower",
+    ),
     _rollout("rollout/num_tokens", "prompt and response tokens sampled", "-", "tokens"),
     _rollout("rollout/num_response_tokens", "response tokens sampled", "-", "tokens"),
     _rollout("rollout/weight_version", "smallest weight version among the rollouts", "-", "syncs"),

@@ -22,7 +22,8 @@ from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.policy.passes.fetch_routes import fetch_routes
-from rltrain.rollout.dispatch import Dispatcher, RequestBatch
+from rltrain.rollout.dispatch import Dispatcher
+from rltrain.rollout.dispatch_board import RequestBatch
 from rltrain.rollout.engine import RolloutEngine, start_engine
 from rltrain.rollout.generator import Generator, build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
@@ -506,7 +507,7 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
     while (bucket := stream.next_bucket()) is not None:
         sender.send()
         ray.get(engine.load_weight_bucket.remote(bucket))
-    assert ray.get(engine.finish_weight_sync.remote()) == 1
+    ray.get(engine.finish_weight_sync.remote(1))
     after = ray.get(engine.generate.remote(requests, sampling))
     for rollouts, version, folder in (before, 0, cluster.model), (after, 1, tmp_path):
         assert {rollout.weight_version for rollout in rollouts} == {version}
@@ -519,7 +520,7 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
     sender.send()
     ray.get(engine.load_weight_bucket.remote(bucket))
     with pytest.raises(Exception, match="after 1 buckets, none of them the last"):
-        ray.get(engine.finish_weight_sync.remote())
+        ray.get(engine.finish_weight_sync.remote(2))
     stream.close()
     assert ray.get(engine.weight_version.remote()) == 1
     with pytest.raises(RuntimeError, match="between start and finish of a weight sync"):

@@ -4,6 +4,8 @@ Nodes a and b have a pipeline stage each, b two engines and c one. So stage 0 go
 engine of b, whose memory the other one reads, and to c; stage 1 is read on b and goes to c by gloo.
 """
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from rltrain.controller.weight_sync import WeightSync
 from rltrain.data.tiny_model import save_tiny_model
 from rltrain.planning.placement import Placement
 from rltrain.rollout.engine import start_engine
+from rltrain.rollout.launch import EngineSpec
 from rltrain.weights.families import read_architecture
 from rltrain.weights.sync.digest import check_same
 
@@ -38,6 +41,7 @@ TINY = TinyModel(num_layers=4, hidden_size=64, expert_size=64)
 class Started:
     policy: PolicyGroup
     engines: Engines
+    specs: list[EngineSpec]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     actors, ready = zip(*[start_engine(one) for one in specs], strict=True)
     policy = PolicyGroup(config, str(root / "0"), placed)
     ray.get(list(ready), timeout=LIMIT_S)
-    yield Started(policy, Engines(actors, LIMIT_S, LIMIT_S))
+    yield Started(policy, Engines(list(actors), LIMIT_S, LIMIT_S), specs)
     ray.shutdown()
 
 
@@ -77,6 +81,22 @@ def test_every_engine_gets_every_stage_bitwise(started: Started) -> None:
     assert metrics["weights/bytes"] == pytest.approx(tensors, rel=0.05)
     # Stage 0 goes to two nodes and stage 1 to one; the embedding makes them unequal.
     assert 1.2 < metrics["weights/bytes_between_nodes"] / metrics["weights/bytes"] < 1.8
+
+
+def test_a_new_engine_takes_the_place_of_one_that_died(started: Started) -> None:
+    """The one that receives for its node. All leave their groups, of which it was a member."""
+    sync = WeightSync(started.policy, started.engines, "broadcast", NODES)
+    sync.sync("float32")
+    pid = ray.get(started.engines.actors[0].capabilities.remote())["pid"]
+    os.kill(pid, signal.SIGKILL)
+    started.engines.actors[0], ready = start_engine(started.specs[0])
+    ray.get(ready, timeout=LIMIT_S)
+    new, *others = started.engines.digests()
+    assert new != others[0] == others[1]
+    sync.disconnect()
+    sync.repeat()
+    for digest in started.engines.digests():
+        check_same(digest, others[0])
 
 
 def model_files(started: Started) -> list[Path]:

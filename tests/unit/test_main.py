@@ -21,7 +21,7 @@ from rltrain.controller.run_data import RunData
 from rltrain.main import compose, main
 from rltrain.tracking.tracker import write_outcome
 
-ARGUMENTS = ["+recipe=grpo_moe_r3", "checkpoint.every=4"]
+ARGUMENTS = ["+recipe=grpo_moe_r3", "checkpoint.every=4", "trainer.max_restarts=0"]
 SECRET = "abcdef0123456789"
 
 

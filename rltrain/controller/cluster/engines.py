@@ -8,9 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import ray
+
 from rltrain.actors import failures
+from rltrain.actors.actor_log import LOG, end_logged
 from rltrain.actors.failures import AwaitedCall
 from rltrain.config import Config
+from rltrain.controller.cluster.disks import disks_of
 from rltrain.controller.cluster.method_call import method_call
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.cluster.route_stores import (
@@ -38,7 +42,8 @@ class Engines:
         ActorFailed: from every method: an engine raised, died, or did not answer in ``timeout_s``.
     """
 
-    actors: Sequence[Any]
+    actors: list[Any]
+    """One that is started again takes the place of the dead one, for all who hold this list."""
     start_timeout_s: float
     timeout_s: float
 
@@ -77,9 +82,9 @@ class Engines:
         """See `RolloutEngine.load_weight_bucket`."""
         return self._begin(lambda engine, _: engine.load_weight_bucket(bucket))
 
-    def finish_weight_sync(self) -> None:
+    def finish_weight_sync(self, version: int) -> None:
         """See `RolloutEngine.finish_weight_sync`."""
-        self._begin(lambda engine, _: engine.finish_weight_sync())()
+        self._begin(lambda engine, _: engine.finish_weight_sync(version))()
 
     def _begin(self, write: Callable[[RolloutEngine, int], Any]) -> Callable[[], list[Any]]:
         """Call one method on every engine at once.
@@ -129,10 +134,7 @@ def start_engines(
         The engines, and a function that waits until all are ready and returns their capabilities.
     """
     began = time.monotonic()
-    started = [
-        start_engine(replace(spec, seed=spec.seed + n), **placed.engine_options(n))
-        for n in range(config.rollout.num_engines)
-    ]
+    started = [start_one(spec, placed, n) for n in range(config.rollout.num_engines)]
 
     @cache
     def wait_until_ready() -> list[dict[str, Any]]:
@@ -144,6 +146,27 @@ def start_engines(
 
     limits = config.cluster.start_timeout_s, config.cluster.call_timeout_s
     return Engines([actor for actor, _ in started], *limits), wait_until_ready
+
+
+def start_one(spec: EngineSpec, placed: Cluster, engine: int) -> tuple[Any, Any]:
+    """Begin to load engine number ``engine``, in its place; see `start_engine`."""
+    options = placed.engine_options(engine)
+    return start_engine(replace(spec, seed=spec.seed + engine), **options)
+
+
+def start_again(
+    config: Config, spec: EngineSpec, placed: Cluster, engine: int, actor: Any
+) -> tuple[Any, Any]:
+    """End what is left of an engine, and begin to load it anew, as `start_one`. Its log goes on.
+
+    Args:
+        actor: of the one that died or is silent
+    """
+    ray.kill(actor)
+    # vLLM's processes may outlive their actor, and keep its GPUs.
+    log = placed.engine_options(engine)["runtime_env"]["env_vars"][LOG]
+    disks_of(config, placed).call_each(end_logged, {placed.engine_nodes[engine]: (log,)})
+    return start_one(spec, placed, engine)
 
 
 def get_all_of_engines(refs: list[Any], method: str, timeout_s: float) -> list[Any]:

@@ -39,6 +39,7 @@ class BroadcastGroup:
         Raises:
             RendezvousFailed: a rank does not come, or cannot be connected.
         """
+        self._device = device
         size = len(rendezvous.members)
         store = rendezvous.join(rank, size, start_timeout_s)
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -61,6 +62,13 @@ class BroadcastGroup:
 
         backend = "gloo" if device.type == "cpu" else "nccl"
         rendezvous.connect(rank, backend, connect, start_timeout_s)
+
+    def leave(self) -> None:
+        """Give the connections back, whether or not the other members live. Nothing may be on its
+        way, and nothing may be broadcast any more."""
+        if self._device.type != "cpu":  # NCCL would wait for the others to leave
+            self._backend.abort()
+        del self._backend
 
     def broadcast(self, buffer: Tensor) -> Any:
         """Start to broadcast; after ``wait`` of the result ``buffer`` has the sender's bytes."""

@@ -114,6 +114,11 @@ class BroadcastReceiver:
             )
         return memory[self._node]
 
+    def leave(self) -> None:
+        """Leave all groups, of which other members may have died."""
+        for group in self._groups.values():
+            group.leave()
+
     def close(self) -> None:
         """At the end of a sync: give the memory back."""
         for slots in self._memory.values():

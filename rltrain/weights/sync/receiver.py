@@ -215,6 +215,8 @@ class BucketWeightTransferEngine(WeightTransferEngine[LinksInfo, BucketInfo]):
             start_timeout_s=init_info.start_timeout_s,
             timeout_s=init_info.timeout_s,
         )
+        if self.broadcast is not None:  # an engine was replaced, and all join anew
+            self.broadcast.leave()
         self.broadcast = join_links(links, worker, self.device)
 
     def start_weight_update(self) -> None:

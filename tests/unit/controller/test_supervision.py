@@ -1,6 +1,7 @@
 """A lost part starts the run again from its checkpoint; what would be raised again does not."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -29,14 +30,21 @@ def save(folder: Path, step: int) -> None:
     write_manifest(made)
 
 
-def failing(folder: Path, *errors: Exception) -> tuple[list[str], Callable[[Config], None]]:
-    """An attempt that saves a checkpoint and then raises these, one a time; and how it resumed."""
+def failing(
+    folder: Path, *errors: Exception, saves_from: int = 1
+) -> tuple[list[str], Callable[[Config, Restarts], None]]:
+    """An attempt that saves a checkpoint and then raises these, one a time; and how it resumed.
+
+    Args:
+        saves_from: the attempt that saves the first one
+    """
     resumed: list[str] = []
 
-    def attempt(config: Config) -> None:
+    def attempt(config: Config, _: Restarts) -> None:
         resumed.append(config.trainer.resume)
         if len(resumed) <= len(errors):
-            save(folder, len(resumed))
+            if len(resumed) >= saves_from:
+                save(folder, len(resumed))
             raise errors[len(resumed) - 1]
 
     return resumed, attempt
@@ -61,22 +69,38 @@ def test_too_many_losses_end_it(tmp_path: Path) -> None:
     assert len(resumed) == 3 and raised.value.__cause__ is DIED
 
 
-@pytest.mark.parametrize(("limit", "saves"), [(0, True), (3, False)])
-def test_it_ends_without_a_checkpoint_or_when_it_may_not(
-    limit: int, saves: bool, tmp_path: Path
+def test_before_the_first_checkpoint_it_starts_from_where_it_began(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if saves:
-        save(tmp_path, 1)
+    resumed, attempt = failing(tmp_path, *[DIED] * 3, saves_from=3)
+    with caplog.at_level(logging.ERROR):
+        supervise(config(tmp_path, max_restarts=3), attempt)
+    assert resumed == ["never", "never", "never", "auto"]
+    assert "start again from step 0, since the run has saved no checkpoint" in caplog.messages[0]
+    assert "from the checkpoint of step 3 (restart 3; at most" in caplog.messages[2]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_it_ends_when_it_may_not_start_again(saves: bool, tmp_path: Path) -> None:
+    resumed, attempt = failing(tmp_path, DIED, saves_from=1 if saves else 2)
+    with pytest.raises(ActorFailed) as raised:
+        supervise(config(tmp_path, max_restarts=0), attempt)
+    assert raised.value is DIED and len(resumed) == 1
+
+
+def test_what_an_attempt_starts_again_counts_too(tmp_path: Path) -> None:
     attempts = 0
 
-    def attempt(_: Config) -> None:
+    def attempt(_: Config, restarts: Restarts) -> None:
         nonlocal attempts
         attempts += 1
+        while restarts.take(time.monotonic()):
+            pass
         raise DIED
 
-    with pytest.raises(ActorFailed) as raised:
-        supervise(config(tmp_path, max_restarts=limit), attempt)
-    assert raised.value is DIED and attempts == 1
+    with pytest.raises(RuntimeError, match="parts were started again 2 times"):
+        supervise(config(tmp_path, max_restarts=2), attempt)
+    assert attempts == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """From rollouts to the batch, and from prompts to requests."""
 
 import hashlib
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from rltrain.batch import RouteRef
 from rltrain.config import Config
-from rltrain.rollout.dispatch import RequestBatch, _place
+from rltrain.rollout.dispatch_board import RequestBatch
 from rltrain.rollout.generator import Generator, build_batch, make_requests
 from rltrain.rollout.requests import Rollout
 
@@ -227,11 +226,3 @@ def test_small_groups_go_together_unless_some_are_to_be_left_out() -> None:
     for size, alone in (16, True), (100, False):
         found = calls(2, 7, size, deterministic=False, alone=alone)
         assert [list(call.groups) for call in found] == [[i] for i in range(7)]
-
-
-def test_a_call_goes_to_the_engine_with_the_fewest_requests() -> None:
-    anywhere, second = RequestBatch([0], []), RequestBatch([0], [], engine=1)
-    assert _place(anywhere, Counter({0: 3, 1: 2, 2: 2}), 4) == 1
-    assert _place(anywhere, Counter({0: 4, 1: 4}), 4) is None
-    assert _place(anywhere, Counter({0: 4, 1: 3}), 4) == 1
-    assert _place(second, Counter({0: 0, 1: 99}), 4) == 1
