@@ -37,6 +37,13 @@ class TrainerConfig(Section):
     sync_every: Positive = 1
     """Steps between weight syncs to the engines. With n, rollouts are off-policy by at most n - 1
     steps."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do if a loss, a gradient norm or a log-probability is NaN or infinite. ``skip``:
+    leave that update out, on all ranks, and go on. The batch is kept below ``steps/`` of the run's
+    folder, for ``rltrain step replay`` (docs/failures.md)."""
+    max_skipped_steps: Positive = 3
+    """With ``on_nonfinite=skip``: steps in a row that may leave an update out. The run ends at the
+    next."""
     invariants: Literal["stop", "warn"] = "stop"
     """What to do if the first step breaks an invariant of the trainer (docs/algorithms.md)."""
     check_weight_sync: bool = False
