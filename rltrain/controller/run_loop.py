@@ -24,6 +24,7 @@ from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.cluster.worker_group import UpdateNotFinite, WorkerGroup
 from rltrain.controller.find_checkpoint import Found
+from rltrain.controller.keep_best import Ranking
 from rltrain.controller.nonfinite import CODE, Guard, InHand, is_nonfinite, state_causes
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.resume_changes import settings_of
@@ -110,6 +111,7 @@ class Loop(ABC):
     def __post_init__(self) -> None:
         self.skipped = int(self.start.state.get("skipped", 0))
         """Checkpoints that found no room; see ``checkpoint.on_full``."""
+        self.ranking = Ranking.of_run(self.config, self.start.after)
         self.guard = Guard(self.config, int(self.start.state.get("nonfinite_in_a_row", 0)))
         self.in_hand: InHand | None = None
         """What `take` has made of its step so far, once there is a batch."""
@@ -135,7 +137,7 @@ class Loop(ABC):
         self.begin()
         if done == 0 and self.evaluator.is_due(0):
             self.tracker.phase("eval")
-            self.tracker.log(0, self.evaluator.evaluate(0))
+            self.log(0, self.evaluator.evaluate(0))
         if done > 0:
             self.complete(done)
         for step in range(done + 1, self.config.trainer.steps + 1):
@@ -149,9 +151,14 @@ class Loop(ABC):
             if self.evaluator.is_due(step):
                 self.tracker.phase("eval")
                 metrics |= self.evaluator.evaluate(step)
-            self.tracker.log(step, metrics)
+            self.log(step, metrics)
         if self.config.checkpoint.last and step == self.config.trainer.steps:
             self.save_last(step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.tracker.log(step, metrics)
+        saved = [checkpoint.step_of(path) for path in checkpoint.checkpoints(self.run_dir)]
+        self.ranking.add(step, metrics, saved=saved)
 
     def finish_first(self) -> None:
         """The models change from now on: a signal waits until the checkpoint of the step is saved,
@@ -177,7 +184,7 @@ class Loop(ABC):
             scored=taken.scored is not None,
             updated=len(taken.updates) == self.config.trainer.mini_batches,
         )
-        self.tracker.log(step, metrics)
+        self.log(step, metrics)
         if is_first and taken.left_out:
             logger.warning("step %d left updates out: its invariants are not checked", step)
         elif is_first:
@@ -263,7 +270,7 @@ class Loop(ABC):
             return
         logger.info("saving step %d", step)
         try:
-            save(self.start.storage, step, self.models, kept, self.planned.whole)
+            self.write(step, kept)
         except RuntimeError as error:
             logger.warning("no checkpoint of step %d: %s", step, error)
 
@@ -273,7 +280,7 @@ class Loop(ABC):
 
     def save_or_skip(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            save(self.start.storage, step, self.models, self.kept(metrics), self.planned.whole)
+            self.write(step, self.kept(metrics))
         except DiskFull as error:
             if self.config.checkpoint.on_full == "stop":
                 raise
@@ -284,6 +291,11 @@ class Loop(ABC):
                 self.skipped,
                 error,
             )
+
+    def write(self, step: int, kept: Mapping[str, Any]) -> None:
+        """The checkpoint of ``step``, with what it keeps beside the models."""
+        least, values = self.planned.whole, self.ranking.values
+        save(self.start.storage, step, self.models, kept, least, values)
 
     def save_last(self, step: int) -> None:
         least = self.planned.weights

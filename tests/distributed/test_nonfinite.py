@@ -100,7 +100,7 @@ def run_layouts(rank: int, folder: Path) -> None:
             {
                 "algorithm": {"type": "sft"},
                 "routing_replay": {"mode": "off"},
-                "trainer": {"steps": 4, "mini_batches": MINI_BATCHES},
+                "trainer": {"steps": 4, "mini_batches": MINI_BATCHES, "prompts_per_step": 6},
                 "policy": {"parallel": parallel},
                 "optimizer": {"lr": 1e-2, "schedule": "linear", "weight_decay": 0.1},
             }
