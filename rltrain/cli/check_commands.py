@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rltrain.cli import routes_commands
+from rltrain.cli import routes_commands, step_commands
 from rltrain.cli.parameters import listed
 from rltrain.cli.weight_commands import ignore_import_warnings
 
@@ -16,6 +16,11 @@ commands.add_typer(
     routes_commands.commands,
     name="routes",
     **listed("rltrain routes inspect routes.safetensors", panel=PANEL),
+)
+commands.add_typer(
+    step_commands.commands,
+    name="step",
+    **listed("rltrain step replay RUN/steps/step-000012", panel=PANEL),
 )
 bench = typer.Typer()
 commands.add_typer(

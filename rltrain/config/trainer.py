@@ -37,6 +37,13 @@ class TrainerConfig(Section):
     sync_every: Positive = 1
     """Steps between weight syncs to the engines. With n, rollouts are off-policy by at most n - 1
     steps."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do if a loss, a gradient norm or a log-probability is NaN or infinite. ``skip``:
+    leave that update out, on all ranks, and go on. The batch is kept below ``steps/`` of the run's
+    folder, for ``rltrain step replay`` (docs/failures.md)."""
+    max_skipped_steps: Positive = 3
+    """With ``on_nonfinite=skip``: steps in a row that may leave an update out. The run ends at the
+    next."""
     invariants: Literal["stop", "warn"] = "stop"
     """What to do if the first step breaks an invariant of the trainer (docs/algorithms.md)."""
     check_weight_sync: bool = False
@@ -78,6 +85,13 @@ class CheckpointConfig(Section):
     """Keep the final weights in ``checkpoints/last``. ``rltrain export`` reads them."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Number of best checkpoints to keep beside those, by ``best_metric``. Of equal ones the
+    earlier counts as better."""
+    best_metric: NotEmpty = "eval/accuracy"
+    """A metric of docs/metrics.md that every step with a checkpoint has."""
+    best_mode: Literal["max", "min"] | None = None
+    """Whether the largest or the smallest value is the best. null: as docs/metrics.md says."""
     on_full: Literal["stop", "skip"] = "stop"
     """What to do if a disk has no room for a checkpoint. ``stop``: end the run. ``skip``: go on,
     and try again when the next one is due."""
@@ -92,6 +106,15 @@ class CheckpointConfig(Section):
     trust: bool = False
     """Open a checkpoint from elsewhere, one that does not name its model, or one that could run
     code when it is opened (docs/security.md). Only set it for checkpoints that you trust."""
+
+    @model_validator(mode="after")
+    def the_best_are_among_those_that_are_saved(self) -> Self:
+        if self.keep_best and not self.every:
+            raise ValueError(
+                f"keep_best={self.keep_best} keeps checkpoints, and every=0 saves none: set "
+                "checkpoint.every"
+            )
+        return self
 
     @field_validator("url")
     @classmethod

@@ -10,6 +10,7 @@ from torch import Tensor
 from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
+from rltrain.algorithms.sequences import require_finite
 from rltrain.batch import Batch
 from rltrain.controller import stages, step_metrics
 from rltrain.controller.checks import route_gate
@@ -19,6 +20,7 @@ from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.engine_restarts import EngineRestarts
+from rltrain.controller.nonfinite import InHand
 from rltrain.controller.rollout_rows import keeps_rollouts, rollout_rows
 from rltrain.controller.run_loop import Loop, Step
 from rltrain.controller.sampling import Sampled, Sampler
@@ -63,6 +65,7 @@ class Trainer(Loop):
         batch, measured = self.fall_back(sampled.batch, sampled.names)
         metrics |= measured
         self.colocation.to_training(timer, will_sync=self.syncs(step))
+        self.in_hand = InHand(batch, metrics, self.kl_coef)
         with timer.phase("old_logprobs"):
             self.policy.begin_step(batch)
             metrics |= step_metrics.link_metrics(batch, self.policy.route_links)
@@ -82,8 +85,10 @@ class Trainer(Loop):
                 self.critic.begin_step(batch)
                 batch = batch.with_fields(values=self.critic.values())
         with timer.phase("advantages"):
+            self.in_hand = InHand(batch, metrics, self.kl_coef)
             batch, measured = self.compute_advantages(batch)
             metrics |= measured
+        self.in_hand = InHand(batch, metrics, self.kl_coef)
         self.keep_rollouts(step, replace(sampled, batch=batch), scored, flipped)
         self.finish_first()
         if self.critic is not None:
@@ -93,7 +98,8 @@ class Trainer(Loop):
         if step > critic_only_steps(self.config):
             with timer.phase("update"):
                 updates = self.update(batch)
-                metrics |= step_metrics.update_metrics(updates, self.config.trainer.mini_batches)
+                counted = self.config.trainer.mini_batches - len(self.policy.unmade)
+                metrics |= step_metrics.update_metrics(updates, counted)
                 metrics |= step_metrics.mismatch_over_entropy(metrics)
                 if self.arch.moe_layers:
                     metrics["routing/padded_fraction"] = self.policy.padded_fraction
@@ -137,6 +143,7 @@ class Trainer(Loop):
                 measure=self.measures(batch, step),
                 record=replay.mode == "r2" or replay.fallback == "r2",
             )
+            require_finite("old_logprobs", scored.logprobs, batch.response_mask, batch.seq_lens)
         if bypass or scored is None:
             return batch.with_fields(old_logprobs=batch.rollout_logprobs), scored
         return batch.with_fields(old_logprobs=scored.logprobs), scored
@@ -205,6 +212,7 @@ class Trainer(Loop):
         native = self.config.routing_replay.reference == "native"
         routing = "native" if native else UPDATE_ROUTING[self.config.routing_replay.mode]
         scored = self.policy.score(routing=routing, of="reference")
+        require_finite("ref_logprobs", scored.logprobs, batch.response_mask, batch.seq_lens)
         return batch.with_fields(ref_logprobs=scored.logprobs)
 
     def pair_reference(self, batch: Batch) -> Batch | None:
@@ -220,12 +228,7 @@ class Trainer(Loop):
 
     def compute_advantages(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Of every token: its advantage, and its weight in the loss."""
-        algorithm = self.config.algorithm
-        batch, corrected = stages.with_correction(batch, algorithm.correction)
-        limit = self.config.rollout.max_response_tokens
-        batch, shaped = stages.with_token_rewards(batch, algorithm, limit, self.kl_coef)
-        batch, advantages = stages.with_advantages(batch, self.config)
-        return batch, corrected | shaped | advantages
+        return stages.with_signal(batch, self.config, self.kl_coef)
 
     def keep_rollouts(
         self, step: int, sampled: Sampled, scored: Scored | None, flipped: Tensor | None
@@ -243,18 +246,14 @@ class Trainer(Loop):
             self.tracker.rollouts(step, rows)
 
     def update(self, batch: Batch) -> list[Updated]:
-        names = ["old_logprobs", "advantages", "loss_weights"]
-        optional = ("ref_logprobs", "correction_weights")
-        names += [name for name in optional if getattr(batch, name) is not None]
-        fields = dict(zip(names, batch.require(*names), strict=True))
+        fields = stages.policy_fields(batch)
         routing = UPDATE_ROUTING[self.config.routing_replay.mode]
         self.weight_sync.outdate()
         return self.policy.update(fields, routing=routing, kl_coef=self.kl_coef)
 
     def update_critic(self, critic: CriticGroup, batch: Batch) -> dict[str, float]:
-        names = "values", "returns", "loss_weights"
-        fields = dict(zip(names, batch.require(*names), strict=True))
-        return step_metrics.value_metrics(batch, critic.update(fields))
+        updates = critic.update(stages.critic_fields(batch))
+        return step_metrics.value_metrics(batch, updates)
 
     def adapt_reference(
         self, step: int, batch: Batch, metrics: dict[str, float]

@@ -23,6 +23,7 @@ FREE = (
     *("data.reward.max_failed_fraction", "data.reward.limits.", "data.limits."),
     *("trainer.steps", "trainer.eval_every", "trainer.output_dir", "trainer.invariants"),
     *("trainer.resume", "trainer.resume_with_changes", "trainer.check_weight_sync"),
+    *("trainer.on_nonfinite", "trainer.max_skipped_steps"),
     *("trainer.max_restarts", "trainer.restart_window_s", "trainer.grace_s"),
     *("rollout.num_engines", "rollout.tensor_parallel", "rollout.expert_parallel"),
     *("rollout.enforce_eager", "rollout.weight_transfer", "rollout.kv_cache_gib"),

@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +23,10 @@ from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.node_gpus import gpu_listener
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
-from rltrain.controller.cluster.worker_group import WorkerGroup
+from rltrain.controller.cluster.worker_group import UpdateNotFinite, WorkerGroup
 from rltrain.controller.find_checkpoint import Found
+from rltrain.controller.keep_best import Ranking
+from rltrain.controller.nonfinite import CODE, Guard, InHand, is_nonfinite, state_causes
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.resume_changes import settings_of
 from rltrain.controller.save_checkpoint import save, save_last
@@ -49,6 +51,7 @@ class Step:
     updates: Sequence[Updated]
     scored: Scored | None = None  # before the updates; None where that pass was left out
     paired: Batch | None = None  # with the reference scored as the policy was
+    left_out: int = 0  # updates that were not made, because a number was not finite
 
 
 class Evaluation(Protocol):
@@ -109,6 +112,10 @@ class Loop(ABC):
     def __post_init__(self) -> None:
         self.skipped = int(self.start.state.get("skipped", 0))
         """Checkpoints that found no room; see ``checkpoint.on_full``."""
+        self.ranking = Ranking.of_run(self.config, self.start.after)
+        self.guard = Guard(self.config, int(self.start.state.get("nonfinite_in_a_row", 0)))
+        self.in_hand: InHand | None = None
+        """What `take` has made of its step so far, once there is a batch."""
         self._in_step = ExitStack()
         self._is_signalled: Callable[[], bool] = lambda: False
         self._settled: tuple[int, Mapping[str, Any]] | None = None
@@ -131,7 +138,7 @@ class Loop(ABC):
         self.begin()
         if done == 0 and self.evaluator.is_due(0):
             self.tracker.phase("eval")
-            self.tracker.log(0, self.evaluator.evaluate(0))
+            self.log(0, self.evaluator.evaluate(0))
         if done > 0:
             self.complete(done)
         for step in range(done + 1, self.config.trainer.steps + 1):
@@ -145,9 +152,14 @@ class Loop(ABC):
             if self.evaluator.is_due(step):
                 self.tracker.phase("eval")
                 metrics |= self.evaluator.evaluate(step)
-            self.tracker.log(step, metrics)
+            self.log(step, metrics)
         if self.config.checkpoint.last and step == self.config.trainer.steps:
             self.save_last(step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.tracker.log(step, metrics)
+        saved = [checkpoint.step_of(path) for path in checkpoint.checkpoints(self.run_dir)]
+        self.ranking.add(step, metrics, saved=saved)
 
     def finish_first(self) -> None:
         """The models change from now on: a signal waits until the checkpoint of the step is saved,
@@ -158,7 +170,7 @@ class Loop(ABC):
         timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
         with ExitStack() as self._in_step:
-            taken = self.take(step, timer, is_first=is_first)
+            taken = self.take_finite(step, timer, is_first=is_first)
             metrics = taken.metrics
             self.save(step, timer, metrics)
             self._settled = step, self.kept(metrics)
@@ -173,9 +185,43 @@ class Loop(ABC):
             scored=taken.scored is not None,
             updated=len(taken.updates) == self.config.trainer.mini_batches,
         )
-        self.tracker.log(step, metrics)
-        if is_first:
+        self.log(step, metrics)
+        if is_first and taken.left_out:
+            logger.warning("step %d left updates out: its invariants are not checked", step)
+        elif is_first:
             self.check_invariants(step, self.first_checks(taken))
+
+    def take_finite(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
+        """`take`, less the updates whose numbers are not finite. After it the models are finite.
+
+        Raises:
+            RuntimeError: as `Guard`.
+        """
+        self.in_hand = None
+        try:
+            taken = self.take(step, timer, is_first=is_first)
+            causes = [str(unmade) for model in self.models for unmade in model.unmade]
+            count = len(causes)
+        except (ValueError, UpdateNotFinite) as error:
+            if self.in_hand is None or not is_nonfinite(error):
+                raise
+            # A log-probability, a value or an advantage, before any update of the policy.
+            causes, count = (
+                [str(error).removesuffix(f" [{CODE}]")],
+                self.config.trainer.mini_batches,
+            )
+            taken = Step(self.in_hand.batch, self.in_hand.metrics, [])
+        kl_coef = 0.0 if self.in_hand is None else self.in_hand.kl_coef
+        found = {model.role: bad for model in self.models if (bad := model.nonfinite_state())}
+        if found:
+            self.guard.broken(step, taken.batch, kl_coef, [*causes, *state_causes(found)])
+        if causes:
+            self.guard.left_out(step, taken.batch, kl_coef, causes)
+        else:
+            self.guard.passed()
+        if self.config.trainer.on_nonfinite == "skip":
+            taken.metrics["policy/nonfinite_updates"] = float(count)
+        return replace(taken, left_out=count)
 
     def check_invariants(self, step: int, checks: Sequence[Check]) -> None:
         """Print what must hold in a first step, and end the run unless it does.
@@ -213,7 +259,7 @@ class Loop(ABC):
         """What a checkpoint keeps beside the models, and what `complete` needs."""
         about = {"model": self.start.model, "config": settings_of(self.config)}
         kept = {"metrics": dict(metrics), "skipped": self.skipped}
-        return about | kept | self.state()
+        return about | kept | self.guard.state() | self.state()
 
     def save_settled(self) -> None:
         """The run was interrupted: keep the steps since the last checkpoint."""
@@ -225,7 +271,7 @@ class Loop(ABC):
             return
         logger.info("saving step %d", step)
         try:
-            save(self.start.storage, step, self.models, kept, self.planned.whole)
+            self.write(step, kept)
         except RuntimeError as error:
             logger.warning("no checkpoint of step %d: %s", step, error)
 
@@ -235,7 +281,7 @@ class Loop(ABC):
 
     def save_or_skip(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            save(self.start.storage, step, self.models, self.kept(metrics), self.planned.whole)
+            self.write(step, self.kept(metrics))
         except DiskFull as error:
             if self.config.checkpoint.on_full == "stop":
                 raise
@@ -246,6 +292,11 @@ class Loop(ABC):
                 self.skipped,
                 error,
             )
+
+    def write(self, step: int, kept: Mapping[str, Any]) -> None:
+        """The checkpoint of ``step``, with what it keeps beside the models."""
+        least, values = self.planned.whole, self.ranking.values
+        save(self.start.storage, step, self.models, kept, least, values)
 
     def save_last(self, step: int) -> None:
         least = self.planned.weights

@@ -22,8 +22,9 @@ from rltrain.controller.checkpoint_space import (
     needed_by_disk,
 )
 from rltrain.controller.checkpoint_storage import Storage
+from rltrain.controller.keep_best import staying
 from rltrain.controller.remote_records import begin_remote, commit_remote, remove_remote
-from rltrain.controller.run_checkpoint import LAST, STATE, checkpoints
+from rltrain.controller.run_checkpoint import LAST, STATE, checkpoints, step_of
 from rltrain.weights.huggingface.manifest import (
     MANIFEST,
     ManifestEntry,
@@ -46,14 +47,16 @@ def save(
     groups: Sequence["WorkerGroup[Any]"],
     state: Mapping[str, Any],
     least: int = 0,
+    values: Mapping[int, float] | None = None,
 ) -> Path:
-    """Write the checkpoint of ``step``; older ones than the ``checkpoint.keep`` newest go, after it
-    is there.
+    """Write the checkpoint of ``step``. After it is there, those go that are neither among the
+    ``checkpoint.keep`` newest nor among the ``checkpoint.keep_best`` best.
 
     Args:
         groups: each fills its ``folders``
         state: with the `model_of` the run
         least: bytes that it takes by the plan, of all ranks together
+        values: of ``checkpoint.best_metric``, by step
 
     Raises:
         DiskFull: a disk is, or has too little room; nothing was changed.
@@ -62,8 +65,9 @@ def save(
     parts = [_Part(group, group.save) for group in groups]
     needed = needed_by_disk(storage, [node for group in groups for node in group.nodes], least)
     target = _write(storage, f"step_{step:06d}", {"step": step, **state}, parts, needed)
-    for old in checkpoints(storage.run_dir)[: -storage.config.keep]:
-        storage.remove(old)
+    saved = {step_of(path): path for path in checkpoints(storage.run_dir)}
+    for old in saved.keys() - set(staying(list(saved), values or {}, storage.config)):
+        storage.remove(saved[old])
     return target
 
 

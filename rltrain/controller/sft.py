@@ -28,6 +28,7 @@ from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster, cluster
 from rltrain.controller.evaluation import is_due
 from rltrain.controller.find_checkpoint import find_checkpoint
+from rltrain.controller.nonfinite import InHand
 from rltrain.controller.run_data import RunData
 from rltrain.controller.run_loop import Loop, Step, is_finished, open_tracker, resume
 from rltrain.controller.speed import Speed
@@ -124,11 +125,13 @@ class SupervisedTrainer(Loop):
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
         batch = supervised_batch(next(self.prompts), self.config)
         self.policy.begin_step(batch)
+        self.in_hand = InHand(batch, {})
         scored = self.policy.score(routing="native") if is_first else None
         self.finish_first()
         with timer.phase("update"):
             updates = self.policy.update({}, routing="native")
-        metrics = step_metrics.supervised_metrics(updates, self.config.trainer.mini_batches)
+        counted = self.config.trainer.mini_batches - len(self.policy.unmade)
+        metrics = step_metrics.supervised_metrics(updates, counted)
         return Step(batch, metrics, updates, scored)
 
     def first_checks(self, taken: Step) -> list[Check]:

@@ -109,6 +109,30 @@ def overlong_penalty(lengths: Tensor, overlong: OverlongConfig, limit: int) -> T
     return overlong.penalty * (over / overlong.buffer_tokens).clamp(0, 1)
 
 
+def with_signal(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[str, float]]:
+    """Fill what a step learns from, once all passes were made: of every token its advantage, and
+    its weight in the loss."""
+    batch, corrected = with_correction(batch, config.algorithm.correction)
+    limit = config.rollout.max_response_tokens
+    batch, shaped = with_token_rewards(batch, config.algorithm, limit, kl_coef)
+    batch, advantages = with_advantages(batch, config)
+    return batch, corrected | shaped | advantages
+
+
+def policy_fields(batch: Batch) -> dict[str, Tensor]:
+    """What an update of the policy takes of a batch."""
+    names = ["old_logprobs", "advantages", "loss_weights"]
+    optional = ("ref_logprobs", "correction_weights")
+    names += [name for name in optional if getattr(batch, name) is not None]
+    return dict(zip(names, batch.require(*names), strict=True))
+
+
+def critic_fields(batch: Batch) -> dict[str, Tensor]:
+    """What an update of the critic takes of a batch."""
+    names = "values", "returns", "loss_weights"
+    return dict(zip(names, batch.require(*names), strict=True))
+
+
 def with_advantages(batch: Batch, config: Config) -> tuple[Batch, dict[str, float]]:
     """Fill ``advantages``, ``returns`` where values are learned, and ``loss_weights``."""
     algorithm = config.algorithm

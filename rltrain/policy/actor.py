@@ -4,6 +4,7 @@ This module does not import Megatron: the controller's process imports it, too. 
 in the actor's own process, by its methods.
 """
 
+import gc
 import logging
 import os
 from typing import Any, Literal, NamedTuple
@@ -76,6 +77,10 @@ class ModelActor:
         rank_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         logger.info("rank %d joins the other ranks and loads %s", rank, model_path)
         self._worker = self._worker_class()(config, rank, rendezvous, model_path, rank_device)
+        # A collection looks at all modules again, and every checkpoint asks for some: with what is
+        # loaded by now left out, which stays until the end, it takes milliseconds.
+        gc.collect()
+        gc.freeze()
         logger.info("rank %d is ready", rank)
 
     def _worker_class(self) -> Any:

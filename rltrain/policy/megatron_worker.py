@@ -1,11 +1,12 @@
 """One rank of a trained model: the base class of policy and critic workers."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -17,6 +18,7 @@ from rltrain.config import Config
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.parallel.rendezvous import Rendezvous
 from rltrain.policy import model_checkpoint as checkpoint
+from rltrain.policy.finite import NotFinite, nonfinite_names
 from rltrain.policy.megatron.megatron_model import build_model
 from rltrain.policy.megatron.mesh import init_mesh
 from rltrain.policy.offload import (
@@ -171,19 +173,42 @@ class MegatronWorker(ABC):
         )
 
     def _take_step(self, sums: Sequence[Sums]) -> Updated | None:
-        """Update the parameters. Of the ranks with the same sums, one returns them."""
-        lr = self.learning_rate.step()
-        grad_norm = take_step(self.optimizer)
+        """Update the parameters. Of the ranks with the same sums, one returns them.
+
+        Where the loss or the gradient is not finite, no rank updates anything, and the learning
+        rate does not advance: the next update is the one that this would have been.
+        """
+        totals = {n: _stacked([s.totals for s in sums], n).sum() for n in _names(sums, "totals")}
+        loss = float(totals["loss"]) if "loss" in totals else 0.0  # of the last stage alone
+        made = self.learning_rate.update
+        lr, nonfinite = self.learning_rate.step(), None
+        try:
+            grad_norm = take_step(self.optimizer, self.chunks, loss)
+        except NotFinite as error:
+            self.learning_rate.update = made
+            grad_norm, nonfinite = math.nan, error.found
         # Each context-parallel rank has the sums of its own tokens.
         if self.mesh.tp_rank or not self.mesh.is_last_stage:
             return None
-        totals, maxima = sums[0].totals, sums[0].maxima
+        maxima = _names(sums, "maxima")
         return Updated(
-            totals={n: float(_stacked([s.totals for s in sums], n).sum()) for n in totals},
+            totals={n: float(total) for n, total in totals.items()},
             maxima={n: float(_stacked([s.maxima for s in sums], n).max()) for n in maxima},
             grad_norm=grad_norm,
             lr=lr,
+            nonfinite=nonfinite,
         )
+
+    def nonfinite_state(self) -> list[str]:
+        """What this rank holds of the model and the optimizer that is NaN or infinite."""
+        weights = [
+            (name.removeprefix("module."), value)
+            for chunk in self.chunks
+            for name, value in chunk.named_parameters()
+        ]
+        # An optimizer's tensors are shards of many parameters, which have no names.
+        states = [("the optimizer's state", value) for value in optimizer_state(self.optimizer)]
+        return list(dict.fromkeys(nonfinite_names([*weights, *states])))
 
     # Checkpoints
 
@@ -202,6 +227,11 @@ class MegatronWorker(ABC):
         trust = self.config.checkpoint.trust
         model = (self.chunks, self.optimizer, self.learning_rate, self.mesh)
         checkpoint.load_model(folder, *model, trust=trust)
+
+
+def _names(sums: Sequence[Sums], kind: Literal["totals", "maxima"]) -> list[str]:
+    """None on a pipeline stage that has no loss."""
+    return list(getattr(sums[0], kind)) if sums else []
 
 
 def _stacked(values: Sequence[dict[str, Tensor]], name: str) -> Tensor:

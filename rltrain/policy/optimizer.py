@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from rltrain.config.optimizer import OptimizerConfig
 from rltrain.config.policy import PrecisionConfig
+from rltrain.policy.finite import NotFinite, first_nonfinite
 from rltrain.policy.megatron.transformer_options import params_dtype
 
 
@@ -56,24 +57,26 @@ def build_optimizer(
     return optimizer, LearningRate(optimizer, config, total_updates)
 
 
-def take_step(optimizer: MegatronOptimizer) -> float:
+def take_step(
+    optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module], loss: float = 0.0
+) -> float:
     """Clip the gradients, update the parameters; returns the gradient norm before clipping.
 
     Collective over all ranks.
 
+    Args:
+        loss: this rank's part of it
+
     Raises:
-        FloatingPointError: the norm is not finite. No parameter was updated.
+        NotFinite: on all ranks, where the norm or the loss of one is not finite. Nothing was
+            updated.
     """
     optimizer.prepare_grads()
-    norm = optimizer.get_grad_norm()
-    if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"the gradient norm is {norm}: nothing was updated. Look at the loss terms of this "
-            "step: a custom loss, advantages, log-probabilities that overflow"
-            " [RL5005]"
-        )
+    norm = float(optimizer.get_grad_norm())
+    if (found := first_nonfinite(loss, norm, chunks)) is not None:
+        raise NotFinite(found)
     optimizer.step()
-    return float(norm)
+    return norm
 
 
 class LearningRate:

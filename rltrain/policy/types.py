@@ -48,6 +48,33 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class NonFinite:
+    """The first number of an update that is NaN or infinite; all ranks name the same."""
+
+    quantity: str
+    value: float
+    ranks: tuple[int, ...] = ()
+    """Those that computed it; none where it is of all."""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        where = f" on rank{'s' if len(self.ranks) > 1 else ''} {ranks}" if ranks else ""
+        detail = f": {self.detail}" if self.detail else ""
+        return f"the {self.quantity} is {self.value:g}{where}{detail}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of the first number in a forward pass that is NaN or infinite."""
+
+    layer: int
+    """Whose output has it, counted from 0; after the last: the log-probability alone."""
+    token: int
+    """Of the shard, or of the batch."""
+
+
+@dataclass(frozen=True)
 class Updated:
     """One optimizer update.
 
@@ -59,3 +86,7 @@ class Updated:
     maxima: dict[str, float]
     grad_norm: float
     lr: float
+    mini_batch: int = 0
+    """Which of the step's, from 0."""
+    nonfinite: NonFinite | None = None
+    """Why the update was not made: then weights, optimizer and schedule are as they were."""

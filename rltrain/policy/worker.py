@@ -25,11 +25,12 @@ from rltrain.policy.megatron.guards import native_losses
 from rltrain.policy.megatron_worker import MegatronWorker
 from rltrain.policy.offload import PartTensors, parameters_and_buffers
 from rltrain.policy.passes.fetch_routes import fetch_and_count
+from rltrain.policy.passes.locate import locate
 from rltrain.policy.passes.micro_batch import MicroBatch
 from rltrain.policy.passes.native_agreement import agree
 from rltrain.policy.passes.passes import ModelOnMesh, Recorded, Recorder, score
 from rltrain.policy.passes.sequence_means import sequence_mean
-from rltrain.policy.types import Plan, StageScored, Updated
+from rltrain.policy.types import Place, Plan, StageScored, Updated
 from rltrain.routing.align import last_rows
 from rltrain.routing.codec import RouteIds, route_dtype
 from rltrain.routing.flips import WideFlips, judged_rows, wide_flips
@@ -175,6 +176,12 @@ class PolicyWorker(MegatronWorker):
             sizes = self.arch.num_layers, self.arch.num_experts
             agreement = agree(shard, scores.recorded, layers, *sizes)
         return StageScored(scores.logprobs, agreement)
+
+    def locate(self, plan: Plan, *, routing: Literal["native", "rollout"]) -> Place | None:
+        """See `rltrain.policy.passes.locate`. Collective."""
+        shard = self._replaying(self._shard(), routing)
+        cuts = self._cut(plan, shard)
+        return locate(self.model, cuts, shard.num_tokens, replay=routing != "native")
 
     def wide_flips(self, narrow: Mapping[int, int]) -> WideFlips | None:
         """Of the shard's rows as last compared; see `rltrain.routing.flips.wide_flips`.

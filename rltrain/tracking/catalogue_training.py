@@ -142,6 +142,14 @@ POLICY = (
         "updates",
         better="lower",
     ),
+    _policy(
+        "policy/nonfinite_updates",
+        "updates, of the critic too, left out because a loss, gradient norm or log-probability is "
+        "NaN or infinite; with trainer.on_nonfinite=skip",
+        "-",
+        "updates",
+        better="lower",
+    ),
     _policy("value/loss", "max((V - R)^2, (clipped V - R)^2) / 2", AGGREGATED),
     _policy("value/clip_fraction", "tokens whose clipped error is the larger", LOSS_TOKENS),
     _policy(

@@ -86,7 +86,7 @@ def run(rank: int, folder: Path) -> None:
             chunks[0].zero_grad_buffer()
             forward_backward(chunks, Layout(parallel), mesh)
             rate.step()
-            found["gradient norm"] = torch.tensor(take_step(optimizer))
+            found["gradient norm"] = torch.tensor(take_step(optimizer, chunks))
         if name == "two":
             checkpoint.save_model(str(folder / "checkpoint"), chunks, optimizer, rate, mesh)
         found |= {n: x.clone() for n, x in full_tensors(chunks, ARCH, mesh, torch.float32)}

@@ -130,7 +130,7 @@ def _run_case(rank: int, folder: Path, name: str, case: str) -> None:
         found["loss"] = loss
     found |= {f"gradient/{n}": x for n, x in whole_gradients(chunks, arch, mesh).items()}
     learning_rate.step()
-    found["norm"] = torch.tensor(take_step(optimizer))
+    found["norm"] = torch.tensor(take_step(optimizer, chunks))
     found |= {f"weight/{n}": x.clone() for n, x in full_tensors(chunks, arch, mesh, torch.float32)}
     for n, x in full_tensors(chunks, arch, mesh, torch.bfloat16):
         is_bias = n.endswith("e_score_correction_bias")

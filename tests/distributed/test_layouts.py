@@ -92,7 +92,7 @@ def _run_layout(rank: int, folder: Path, name: str, layout: Layout) -> None:
         gradients = whole_gradients(chunks, ARCH, mesh)
         found |= {f"update {update}/gradient/{n}": x for n, x in gradients.items()}
         learning_rate.step()
-        found[f"update {update}/norm"] = torch.tensor(take_step(optimizer))
+        found[f"update {update}/norm"] = torch.tensor(take_step(optimizer, chunks))
         weights = full_tensors(chunks, ARCH, mesh, torch.float32)
         found |= {f"update {update}/weight/{n}": x.clone() for n, x in weights}
     save_file(found, folder / f"{name}.{rank}.safetensors")

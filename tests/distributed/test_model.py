@@ -176,7 +176,7 @@ def _moved(mesh: Any, chunks: list[nn.Module], config: OptimizerConfig) -> dict[
     before = {n: p.detach().clone() for n, p in chunks[0].module.named_parameters()}
     gradients(mesh, chunks)
     rate.step()
-    assert take_step(optimizer) > 0
+    assert take_step(optimizer, chunks) > 0
     after = chunks[0].module.named_parameters()
     return {n: float((p.detach() - before[n]).abs().max()) for n, p in after}
 
@@ -214,7 +214,7 @@ def check_no_step_on_a_nan_gradient(mesh: Any) -> None:
     before = [p.detach().clone() for p in chunks[0].parameters()]
     chunks[0].module.output_layer.weight.main_grad[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="norm is nan"):
-        take_step(optimizer)
+        take_step(optimizer, chunks)
     after = chunks[0].parameters()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -238,7 +238,7 @@ def check_torch_adam_survives_a_checkpoint(mesh: Any) -> None:
     optimizer, _ = build_optimizer(chunks, OptimizerConfig(), PrecisionConfig(), CPU)
     for _ in range(2):
         gradients(mesh, chunks)
-        take_step(optimizer)
+        take_step(optimizer, chunks)
     for part in optimizer.chained_optimizers:
         part.load_state_dict(part.state_dict())
         steps = [state["step"] for state in part.optimizer.state.values()]
@@ -249,7 +249,7 @@ def check_torch_adam_survives_a_checkpoint(mesh: Any) -> None:
         with torch.no_grad():
             part._set_main_param_and_optimizer_states(param, stored)
     gradients(mesh, chunks)
-    take_step(optimizer)
+    take_step(optimizer, chunks)
     for part in optimizer.chained_optimizers:
         counted = {float(state["step"]) for state in part.optimizer.state.values()}
         assert counted == {3}, "counted once per parameter"

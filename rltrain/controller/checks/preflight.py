@@ -28,6 +28,7 @@ from rltrain.controller.checks.model_checks import (
     read_model,
 )
 from rltrain.controller.choose_checkpoint import check_resumed
+from rltrain.controller.keep_best import check_best
 from rltrain.controller.remote_records import check_url
 from rltrain.controller.run_checkpoint import candidates_here
 from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
@@ -49,6 +50,7 @@ def preflight(config: Config) -> RunData:
     check_layout(config, model)
     check_lengths(config, model)
     check_earlier_run(config)
+    check_best(config)
     check_engine_options(config)
     check_packages(config.tracking)
     check_login(config.tracking, os.environ)

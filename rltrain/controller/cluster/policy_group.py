@@ -11,7 +11,7 @@ from torch import Tensor
 from rltrain.config.rollout import Transport
 from rltrain.controller.cluster.worker_group import WorkerGroup, Written, in_folder
 from rltrain.parallel.token_layout import TokenGrid, padded_lengths
-from rltrain.policy.types import Agreement, Scored, StageScored, Updated
+from rltrain.policy.types import Agreement, Place, Scored, StageScored, Updated
 from rltrain.routing.flips import WideFlips, join_flips, sum_flips
 from rltrain.weights.sync.broadcast import SenderLink
 from rltrain.weights.sync.stream import Bucket
@@ -125,6 +125,19 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         logprobs = self._unshard([scored.logprobs for scored in shards])
         agreements = [scored.agreement for scored in shards if scored.agreement is not None]
         return Scored(logprobs, self._merge(agreements) if agreements else None)
+
+    def locate(self, *, routing: Literal["native", "rollout"]) -> Place | None:
+        """The first number in a scoring pass that is not finite; its token is one of the batch."""
+        plan = self._plan.scoring
+        answers = self._call_by_rank(
+            lambda worker, rank: worker.locate(plan[self._dp_ranks[rank]], routing=routing)
+        )
+        found = [
+            replace(place, token=int(self._batch.token_index(self._plan.shards[dp])[place.token]))
+            for dp, place in zip(self._dp_ranks, answers, strict=True)
+            if place is not None
+        ]
+        return min(found, key=lambda place: (place.layer, place.token), default=None)
 
     def update(
         self,

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -18,7 +19,7 @@ from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.data.packing import StepPlan, mini_batch_sizes, plan_step
 from rltrain.parallel.rendezvous import Address, Member, Rendezvous
 from rltrain.policy.actor import ModelActor, Role
-from rltrain.policy.types import Plan, Updated
+from rltrain.policy.types import NonFinite, Plan, Updated
 from rltrain.routing.links import Link, bytes_by_link
 from rltrain.weights.huggingface.manifest import ManifestEntry
 
@@ -31,6 +32,29 @@ logger = logging.getLogger(__name__)
 Worker = TypeVar("Worker", bound="MegatronWorker")
 R = TypeVar("R")
 
+
+@dataclass(frozen=True)
+class Unmade:
+    """An update that was left out, because a number of it is not finite."""
+
+    role: Role
+    mini_batch: int
+    """From 0, among those of the step."""
+    found: NonFinite
+
+    def __str__(self) -> str:
+        return f"{self.role}, mini-batch {self.mini_batch}: {self.found}"
+
+
+class UpdateNotFinite(RuntimeError):
+    """An update could not be made, and ``trainer.on_nonfinite`` is ``stop``. Weights and optimizer
+    are as they were before it."""
+
+    def __init__(self, unmade: Unmade) -> None:
+        super().__init__(f"{unmade} [RL5005]")
+        self.unmade = unmade
+
+
 Written = Mapping[str, ManifestEntry]
 """What one rank wrote of a checkpoint: by file, its size and SHA-256."""
 
@@ -41,6 +65,8 @@ class WorkerGroup(Generic[Worker]):
     role: ClassVar[Role]
     route_links: dict[Link, int]
     """Bytes of routes that came over each link for the last `begin_step`."""
+    unmade: list[Unmade]
+    """Of the last `begin_step`, the updates that ``trainer.on_nonfinite=skip`` left out."""
 
     def __init__(self, config: Config, model_path: str, placed: Cluster) -> None:
         self._config = config
@@ -163,13 +189,19 @@ class WorkerGroup(Generic[Worker]):
         """Read what `save` wrote."""
         self._call(lambda worker: worker.load(str(checkpoint / self.role)))
 
+    def nonfinite_state(self) -> dict[int, list[str]]:
+        """By rank, what it holds of the model and the optimizer that is NaN or infinite; empty
+        where all is finite."""
+        answers = self._call(lambda worker: worker.nonfinite_state())
+        return {rank: names for rank, names in enumerate(answers) if names}
+
     # A step
 
     def begin_step(self, batch: Batch) -> None:
         """Cut the batch over data-parallel ranks and hand every worker its shard. A node gets a
         shard once, for all its ranks; of routes there are references in it."""
         parallel = self._config.policy.parallel
-        self._batch = batch
+        self._batch, self.unmade = batch, []
         self._plan: StepPlan = plan_step(
             batch.seq_lens.tolist(),
             self._config.trainer.mini_batches,
@@ -208,6 +240,12 @@ class WorkerGroup(Generic[Worker]):
         Args:
             fields: token fields of the whole batch that `begin_step` did not have  # [N] each
             write: the worker's ``update`` of a plan and the fields of its shard
+
+        Returns:
+            those that were made
+
+        Raises:
+            UpdateNotFinite: one was not, unless ``trainer.on_nonfinite`` is ``skip``.
         """
         batch = self._batch.with_fields(**fields)
         (weights,) = batch.require("loss_weights")
@@ -216,11 +254,19 @@ class WorkerGroup(Generic[Worker]):
         sizes = mini_batch_sizes(batch.num_sequences, len(self._plan.updates))
         tokens = [int(lens.sum()) for lens in batch.seq_lens.split(sizes)]
         counted = [bool((part != 0).any()) for part in weights.split(tokens)]
-        return [
-            self._update_once(plan, sent, write)
-            for plan, counts in zip(self._plan.updates, counted, strict=True)
-            if counts
-        ]
+        made = []
+        for number, plan in enumerate(self._plan.updates):
+            if not counted[number]:
+                continue
+            updated = replace(self._update_once(plan, sent, write), mini_batch=number)
+            if updated.nonfinite is None:
+                made.append(updated)
+                continue
+            unmade = Unmade(self.role, number, updated.nonfinite)
+            if self._config.trainer.on_nonfinite == "stop":
+                raise UpdateNotFinite(unmade)
+            self.unmade.append(unmade)
+        return made
 
     def _update_once(
         self,
@@ -263,4 +309,5 @@ def _add(shards: Sequence[Updated]) -> Updated:
         maxima={name: max(s.maxima[name] for s in shards) for name in shards[0].maxima},
         grad_norm=shards[0].grad_norm,
         lr=shards[0].lr,
+        nonfinite=shards[0].nonfinite,
     )

@@ -163,6 +163,11 @@ def decoder_layers(chunk: torch.nn.Module) -> list[int]:
     return [layer.layer_number - 1 for layer in _decoder(chunk).layers]
 
 
+def layer_modules(chunk: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """As `decoder_layers`, the modules."""
+    return {layer.layer_number - 1: layer for layer in _decoder(chunk).layers}
+
+
 def decoder_routers(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
     """The routers of this chunk's decoder, by 0-based global layer."""
     layers = [layer for layer in _decoder(chunk).layers if isinstance(layer.mlp, MoELayer)]

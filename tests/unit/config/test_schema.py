@@ -33,6 +33,11 @@ JSONL: dict[str, Any] = {"data.source": "jsonl", "data.path": "x.jsonl"}
 
 IMPOSSIBLE = [
     (
+        {"checkpoint.keep_best": 2},
+        "every=0 saves none",
+        "the best are among those that are saved",
+    ),
+    (
         {"algorithm.group_size": 1, "algorithm.dynamic_sampling.max_rounds": 2},
         "group_size=1",
         "a group of one has no spread",

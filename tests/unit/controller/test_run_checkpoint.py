@@ -56,6 +56,8 @@ class Group:
 
     folders: ClassVar = ["policy"]
     nodes: ClassVar = ["127.0.0.1"]
+    role: ClassVar = "policy"
+    unmade: ClassVar[list[Any]] = []
 
     def __init__(self, value: int = 0, error: Exception | None = None) -> None:
         self.value, self.error = value, error
@@ -68,6 +70,9 @@ class Group:
         return [entries_of(checkpoint, ["policy/value.distcp"])]
 
     save_weights = save
+
+    def nonfinite_state(self) -> dict[int, list[str]]:
+        return {}
 
     def load(self, checkpoint: Path) -> None:
         self.value = int((checkpoint / "policy/value.distcp").read_text())
