@@ -10,6 +10,10 @@ from rltrain.tracking.jsonl import read_jsonl
 MEASURED = ("time/", "throughput/", "memory/", "rollout/weight_version")
 """Metrics that differ between such runs. A resumed one has new engines, which count syncs anew."""
 
+OWN = ("state.json", "/.metadata")
+"""Of a checkpoint, files that name its folder; the second also has an id of the save. It is the
+index of the tensors' files, whose every byte is compared."""
+
 
 def differences(straight: Path, other: Path, last: int, *, completed: int = 0) -> list[str]:
     """Of two run folders: what differs, a line each; empty where nothing does to step ``last``.
@@ -56,7 +60,7 @@ def _checkpoints(straight: Path, other: Path, step: int) -> Iterator[str]:
         yield f"no {missing}"
         return
     files = [json.loads((folder / "manifest.json").read_text()) for folder in folders]
-    hashes = [{n: e["sha256"] for n, e in of.items() if n != "state.json"} for of in files]
+    hashes = [{n: e["sha256"] for n, e in of.items() if not n.endswith(OWN)} for of in files]
     for name in sorted(hashes[0] | hashes[1]):
         if hashes[0].get(name) != hashes[1].get(name):
             yield f"step {step}: {name} differs"

@@ -7,6 +7,7 @@ folder is as a cut of the power left it, before and after the step's row of metr
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +22,17 @@ from tests.reliability.whole_run import WholeRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLED, WITHOUT_ROW = 3, 4
+KEPT = "RLTRAIN_EXACT_DIR"
+"""This variable names a folder to keep the straight runs in, for tests of one case one by one."""
 Started = Callable[..., WholeRun]
 CASES = [(algorithm, ranks) for algorithm in ALGORITHMS for ranks in RANKS]
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exact")
+    kept = os.environ.get(KEPT)
+    folder = tmp_path_factory.mktemp("exact") if kept is None else Path(kept)
+    folder.mkdir(parents=True, exist_ok=True)
     write_reward(folder)
     return folder
 
@@ -47,15 +52,17 @@ def start(work: Path) -> Iterator[Started]:
 
 
 @pytest.fixture(scope="module")
-def straight(start: Started) -> Callable[[tuple[str, int]], Path]:
+def straight(work: Path, start: Started) -> Callable[[tuple[str, int]], Path]:
     """The folder of a case's run from the first step to the last, made once."""
     made: dict[tuple[str, int], Path] = {}
 
     def folder_of(case: tuple[str, int]) -> Path:
         if case not in made:
-            run = start(case, f"{case[0]}-{case[1]}-straight").wait()
-            check_all_state_moves(run.folder, case[0])
-            made[case] = run.folder
+            folder = work / f"{case[0]}-{case[1]}-straight"
+            if not (folder / "outcome.json").exists():
+                start(case, folder.name).wait()
+            check_all_state_moves(folder, case[0])
+            made[case] = folder
         return made[case]
 
     return folder_of
