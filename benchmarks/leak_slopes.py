@@ -1,13 +1,16 @@
 """Whether a series of samples grows with the step, beyond its noise: pure functions."""
 
-import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BLOCKS = 12
+import numpy as np
+from numpy.typing import NDArray
+
+Series = NDArray[np.float64]
+
+BLOCKS = 8
 """Into which a series is cut. Samples of neighbouring steps are not independent."""
-RESAMPLES = 1000
+RESAMPLES = 500
 MOST_POINTS = 200
 """Of a fit: the slope of all pairs takes their square."""
 
@@ -39,53 +42,29 @@ def slope_of(steps: Sequence[int], values: Sequence[float], seed: int = 0) -> Sl
     """
     if len(steps) != len(values) or len(steps) < 2 * BLOCKS:
         raise ValueError(f"expected at least {2 * BLOCKS} samples, found {len(values)}")
-    steps, values = _thinned(steps), _thinned(values)
-    slope = theil_sen(steps, values)
-    growth = _median(values[-len(values) // BLOCKS :]) - _median(values[: len(values) // BLOCKS])
-    residuals = [value - slope * step for step, value in zip(steps, values, strict=True)]
-    drawn = random.Random(seed)
-    size = max(1, len(values) // BLOCKS)
-    slopes = sorted(_resampled(steps, residuals, size, drawn) for _ in range(RESAMPLES))
-    reach = slopes[int(0.025 * RESAMPLES)], slopes[int(0.975 * RESAMPLES)]
-    return Slope(slope, slope + reach[0], slope + reach[1], growth)
+    x, y = _thinned(steps), _thinned(values)
+    slope, size = theil_sen(x, y), len(y) // BLOCKS
+    growth = float(np.median(y[-size:]) - np.median(y[:size]))
+    residuals = y - slope * x
+    starts = np.random.default_rng(seed).integers(0, len(y) - size + 1, (RESAMPLES, BLOCKS + 1))
+    noise = residuals[starts[:, :, None] + np.arange(size)].reshape(RESAMPLES, -1)[:, : len(y)]
+    low, high = np.percentile(least_squares(x, noise), [2.5, 97.5])
+    return Slope(slope, slope + float(low), slope + float(high), growth)
 
 
-def theil_sen(steps: Sequence[float], values: Sequence[float]) -> float:
+def theil_sen(steps: Sequence[float] | Series, values: Sequence[float] | Series) -> float:
     """The median of the slopes of all pairs: a jump of a few samples does not move it."""
-    return _median(
-        [
-            (values[j] - values[i]) / (steps[j] - steps[i])
-            for j in range(len(steps))
-            for i in range(j)
-        ]
-    )
+    x, y = np.asarray(steps, float), np.asarray(values, float)
+    first, second = np.triu_indices(len(x), 1)
+    return float(np.median((y[second] - y[first]) / (x[second] - x[first])))
 
 
-def _resampled(
-    steps: Sequence[float], residuals: Sequence[float], size: int, drawn: random.Random
-) -> float:
-    """The least squares slope of residuals whose blocks were drawn anew: that of noise alone."""
-    last = len(residuals) - size
-    noise: list[float] = []
-    while len(noise) < len(steps):
-        start = drawn.randint(0, last)
-        noise += residuals[start : start + size]
-    return least_squares(steps, noise[: len(steps)])
+def least_squares(steps: Series, values: Series) -> Series:
+    """The slopes of several series [n, steps]."""
+    away = steps - steps.mean()
+    return np.asarray(values @ away / (away @ away))
 
 
-def least_squares(steps: Sequence[float], values: Sequence[float]) -> float:
-    middle, mean = sum(steps) / len(steps), sum(values) / len(values)
-    below = math.fsum((step - middle) ** 2 for step in steps)
-    above = math.fsum((s - middle) * (v - mean) for s, v in zip(steps, values, strict=True))
-    return above / below
-
-
-def _thinned(series: Sequence[float]) -> list[float]:
+def _thinned(series: Sequence[float]) -> Series:
     every = -(-len(series) // MOST_POINTS)
-    return list(series[::every])
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return np.asarray(series[::every], float)

@@ -21,6 +21,7 @@ from tests.reliability import mutations
 STEP = 7
 MODEL: dict[str, Any] = {"architecture": "a (1)", "tokenizer": "t", "weights": "w"}
 STATE_OF_RUN = {"step": STEP, "model": MODEL, "config": {}, "prompts": {"loader": {}}, "kl": 0.1}
+OUTSIDE = ("../x", "/etc/passwd", "a/../../b", "", ".", "a\x00b", "b" * 300, "\ud800")
 NAMES = ("policy/__0_0.distcp", "policy/.metadata", "policy/common.pt", "critic/x.distcp", STATE)
 
 
@@ -79,14 +80,15 @@ def break_one(dice: random.Random, path: Path) -> None:
     if kind == 0:
         file.unlink()
     elif kind == 1:
-        file.rename(file.with_name(dice.choice(["x", ".hidden", MANIFEST, STATE, "common.pt"])))
+        to = file.with_name(dice.choice(["x", ".hidden", MANIFEST, STATE, "common.pt"]))
+        if not to.is_dir():
+            file.rename(to)
     elif kind == 2:
         shutil.copy(file, file.with_name(f"{file.name}{dice.choice(['.1', '~', ' ', '.tmp'])}"))
     elif kind == 3:
         file.unlink()
-        dice.choice(
-            [file.mkdir, lambda: file.symlink_to("/nowhere"), lambda: file.write_text("")]
-        )()
+        others = [file.mkdir, lambda: file.symlink_to("/nowhere"), file.touch]
+        dice.choice(others)()
     elif kind in (4, 5):
         hostile_json(dice, path / dice.choice([MANIFEST, MANIFEST, STATE]))
     else:
@@ -99,9 +101,7 @@ def hostile_json(dice: random.Random, file: Path) -> None:
     except (OSError, ValueError):
         return
     if file.name == MANIFEST and isinstance(data, dict) and dice.random() < 0.3:
-        name = dice.choice(
-            ["../x", "/etc/passwd", "a/../../b", "", ".", "a\x00b", "b" * 300, "\ud800"]
-        )
+        name = dice.choice(OUTSIDE)
         place = dice.choice(["", "node-1", "s3://bucket/x", "file:///etc", "../x", 3])
         entry = {"bytes": dice.choice([0, 1, -1, True, 10**30]), "sha256": "0" * 64}
         data = data | {name: entry | dice.choice([{}, {"place": place}])}

@@ -42,7 +42,9 @@ def make_command_lines(_: Path) -> Callable[[random.Random], str]:
         arguments = [f"{key.name}={spelt(likely(dice, key))}" for key in chosen]
         if dice.random() < 0.4:
             at = dice.randrange(len(arguments))
-            text = mutations.damaged(dice, arguments[at].encode()[:200]).decode(errors="replace")
+            text = mutations.damaged(dice, arguments[at].encode(errors="replace")[:200]).decode(
+                errors="replace"
+            )
             arguments[at] = text
         try:
             config = compose(["+recipe=grpo_moe_r3", *arguments])

@@ -89,6 +89,10 @@ def table(dice: random.Random) -> pyarrow.Table:
             made = made.set_column(at, made.column_names[at], other_column(dice, made.num_rows))
         if not made.num_columns:
             break
+    if dice.random() < 0.2:  # as the datasets library writes it
+        features = {"answer": {"names": ["a", "b"], "_type": "ClassLabel"}}
+        stored = mutations.changed(dice, {"info": {"features": features}})
+        made = made.replace_schema_metadata({"huggingface": mutations.as_json(dice, stored)})
     return made
 
 

@@ -13,7 +13,6 @@ from rltrain.rollout.completion import sampled_logprobs
 from rltrain.rollout.generator import build_batch
 from rltrain.rollout.requests import Request, Rollout
 from rltrain.routing.integrity import check_routes
-from tests.reliability import mutations
 from tests.unit.routing.test_fuzz import SHAPES, SPOILS, at_the_router, honest, lost_rows
 
 NAMES = ["sample 0;"]
@@ -61,7 +60,7 @@ def make_completions(_: Path) -> Callable[[random.Random], str]:
         completion = SimpleNamespace(token_ids=tokens, logprobs=flat)
         try:
             found = sampled_logprobs(Request((1, 2), 0, "p", 3), completion)
-            rollout = Rollout((1, 2), tuple(tokens), found, reason, 0)
+            rollout = Rollout((1, 2), tuple(tokens), found, reason, 0, None)
             batch = build_batch([rollout] * 2, 2)
         except ValueError:
             return "refused"
@@ -92,4 +91,4 @@ def spoil_completion(
     elif kind == 4 and which:
         which[dice.randrange(len(which))] = dice.choice([-1, 2**31, 10**6])
     elif logprobs:
-        logprobs[dice.randrange(len(logprobs))] = mutations.leaf(dice)
+        logprobs[dice.randrange(len(logprobs))] = dice.choice([None, 1e308, -1e308])
