@@ -56,9 +56,8 @@ def _no_text(values: Any, name: str = "") -> Iterator[str]:
     if isinstance(values, dict):
         for key, value in values.items():
             yield from _no_text(key, name)
-            yield from _no_text(
-                value, f"{name}.{key}".lstrip(".").encode(errors="replace").decode()
-            )
+            below = f"{name}.{key}" if name else str(key)
+            yield from _no_text(value, below.encode(errors="replace").decode())
     elif isinstance(values, list):
         for value in values:
             yield from _no_text(value, name)

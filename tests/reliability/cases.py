@@ -58,6 +58,26 @@ def overrides_of(algorithm: str, ranks: int) -> list[str]:
     return [f"+recipe={recipe}", *COMMON, *options, *RANKS[ranks], f"trainer.steps={STEPS}"]
 
 
+LAYOUTS = {
+    "1 rank": (),
+    "pp2": ("policy.parallel.pp=2",),
+    "dp2 ep2": ("policy=ep2",),
+}
+
+
+def overrides_of_layout(*layout: str) -> list[str]:
+    """Four steps. Gradients below eps are noise that Adam would make as large as all others."""
+    recipe, options = ALGORITHMS["grpo_r3"]
+    return [
+        f"+recipe={recipe}",
+        *COMMON,
+        *options,
+        *layout,
+        "optimizer.eps=1e-4",
+        "trainer.steps=4",
+    ]
+
+
 def write_reward(folder: Path) -> None:
     """A model of five supervised steps has no right answer. This differs by response."""
     text = (

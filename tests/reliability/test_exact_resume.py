@@ -18,7 +18,7 @@ import pytest
 from rltrain.tracking.jsonl import read_jsonl
 from tests.reliability.cases import ALGORITHMS, RANKS, STEPS, overrides_of, write_reward
 from tests.reliability.same_run import differences
-from tests.reliability.whole_run import WholeRun
+from tests.reliability.whole_run import WholeRun, cut
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLED, WITHOUT_ROW = 3, 4
@@ -89,21 +89,6 @@ def test_a_resumed_run_is_the_straight_one(
     assert not differences(whole, resumed.folder, STEPS, completed=completed)
     assert (resumed.folder / "wandb_id").read_text() == identity
     shutil.rmtree(resumed.folder)
-
-
-def cut(folder: Path, step: int, *, rows_to: int) -> None:
-    """Leave what a finished run had on disk after the checkpoint of ``step``."""
-    for path in (folder / "checkpoints").iterdir():
-        if path.is_symlink():
-            path.unlink()
-        elif path.name > f"step_{step:06d}":
-            shutil.rmtree(path)
-    # A row of metrics is the last of its step's lines, so those of the others are there.
-    for name, last in (("metrics", rows_to), ("rollouts", step), ("samples", step)):
-        rows = read_jsonl(folder / f"{name}.jsonl")
-        text = "".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= last)
-        (folder / f"{name}.jsonl").write_text(text)
-    (folder / "outcome.json").unlink()
 
 
 def check_all_state_moves(folder: Path, algorithm: str) -> None:

@@ -1,6 +1,8 @@
 """A run in processes of its own, as a user starts it, and how it is killed."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,3 +79,18 @@ class WholeRun:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def cut(folder: Path, step: int, *, rows_to: int) -> None:
+    """Leave what a finished run had on disk after the checkpoint of ``step``."""
+    for path in (folder / "checkpoints").iterdir():
+        if path.is_symlink():
+            path.unlink()
+        elif path.name > f"step_{step:06d}":
+            shutil.rmtree(path)
+    # A row of metrics is the last of its step's lines, so those of the others are there.
+    for name, last in (("metrics", rows_to), ("rollouts", step), ("samples", step)):
+        rows = read_jsonl(folder / f"{name}.jsonl")
+        text = "".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= last)
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "outcome.json").unlink()
