@@ -281,14 +281,14 @@ def schema_node() -> DictConfig:
     return node
 
 
-def _syntax_error(error: HydraException) -> str:
+def _syntax_error(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
 def parse_override(text: str, groups: Groups) -> Override:
     try:
         parsed = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # Python reads no integer of 5000 digits
         name, equals, value = text.partition("=")
         advice = f"quote a value with special characters: {name}=\"'{value}'\""
         raise ConfigError(

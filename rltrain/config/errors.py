@@ -1,7 +1,7 @@
 """Messages for errors in a configuration: the key, the nearest valid name, the broken rule."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -41,12 +41,32 @@ def validate(values: dict[str, Any]) -> Config:
     Raises:
         ConfigError: names every key that is unknown, mistyped, out of range or breaks a rule.
     """
+    if bad := list(_no_text(values)):
+        raise ConfigError("\n".join(bad))
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         by_name = {key.name: key for key in keys()}
         problems = [describe_error(detail, by_name) for detail in error.errors()]
         raise ConfigError("\n".join(problems)) from None
+
+
+def _no_text(values: Any, name: str = "") -> Iterator[str]:
+    """Of every text that no file or terminal can hold, such as half a surrogate, a line."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _no_text(key, name)
+            below = f"{name}.{key}" if name else str(key)
+            yield from _no_text(value, below.encode(errors="replace").decode())
+    elif isinstance(values, list):
+        for value in values:
+            yield from _no_text(value, name)
+    elif isinstance(values, str):
+        try:
+            values.encode()
+        except UnicodeEncodeError:
+            shown = ascii(values[:100])
+            yield f"{name}: expected text that UTF-8 can write, found {shown} [RL1002]"
 
 
 def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:

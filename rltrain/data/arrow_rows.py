@@ -126,7 +126,7 @@ def _rows(batch: Any) -> Iterator[Row | BadRow]:
     labels = labels_of(batch.schema.metadata or {})
     try:
         rows = batch.to_pylist()
-    except (ValueError, pyarrow.ArrowException):
+    except (ValueError, OverflowError, pyarrow.ArrowException):
         rows = [_read(batch.slice(number, 1)) for number in range(batch.num_rows)]
     yield from (_named(row, labels) for row in rows) if labels else rows
 
@@ -139,7 +139,7 @@ def _read(row: Any) -> Row | BadRow:
             (values[name],) = row.column(name).to_pylist()
         except UnicodeDecodeError as error:
             return BadRow("text is not UTF-8", f"column {name!r}: {error.reason} at {error.start}")
-        except (ValueError, pyarrow.ArrowException) as error:
+        except (ValueError, OverflowError, pyarrow.ArrowException) as error:
             return BadRow("a value cannot be read", f"column {name!r}: {error}")
     return values
 
@@ -149,12 +149,20 @@ def labels_of(metadata: Mapping[bytes, bytes]) -> Labels:
     if FEATURES not in metadata:
         return {}
     stored = parse_json(metadata[FEATURES], "the table's metadata")
-    features = stored.get("info", {}).get("features", {})
+    features = _inner(_inner(stored, "info"), "features")
     return {
         name: feature["names"]
         for name, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and "names" in feature
+        if isinstance(feature, dict)
+        and feature.get("_type") == "ClassLabel"
+        and isinstance(feature.get("names"), list)
     }
+
+
+def _inner(values: Any, name: str) -> dict[str, Any]:
+    """The object in ``values`` of this name; empty where there is none: anybody wrote it."""
+    inner = values.get(name) if isinstance(values, dict) else None
+    return inner if isinstance(inner, dict) else {}
 
 
 def _named(row: Row | BadRow, labels: Labels) -> Row | BadRow:

@@ -67,7 +67,9 @@ def sampled_logprobs(request: Request, completion: Any) -> tuple[float, ...]:
             f"{sampled[:8]}, found those of {len(flat.token_ids)}: {list(flat.token_ids)[:8]}"
             " [RL5005]"
         )
-    bad = np.flatnonzero(~np.isfinite(flat.logprobs))
+    # As the trainer keeps them; None becomes NaN.
+    with np.errstate(over="ignore"):
+        bad = np.flatnonzero(~np.isfinite(np.array(flat.logprobs, np.float32)))
     if len(bad):
         raise ValueError(
             f"{request}, response token {bad[0]}: expected a finite log-probability, found "

@@ -77,6 +77,11 @@ def parse_manifest(data: bytes, folder: Path | str) -> dict[str, ManifestEntry]:
     for name in entries:
         if name.startswith("/") or ".." in name.split("/"):  # it may come from elsewhere
             raise ValueError(f"{folder}/{MANIFEST} names {name}, outside its folder [RL6004]")
+        if not name.isprintable():  # as half a surrogate, which no file system has
+            raise ValueError(
+                f"{folder}/{MANIFEST} names {name!a}, expected printable names; use another "
+                "checkpoint [RL6004]"
+            )
     return entries
 
 

@@ -102,6 +102,13 @@ def _check_format(file: Path) -> None:
 
 def _objects(folder: Path, metadata: Metadata) -> Iterator[tuple[str, Path, bytes]]:
     """Key, file and bytes of everything that is no tensor."""
+    try:
+        yield from _read_objects(folder, metadata)
+    except (AttributeError, TypeError) as error:  # a pickle may lack fields, or have others in them
+        _refuse(folder / METADATA, str(error), error)
+
+
+def _read_objects(folder: Path, metadata: Metadata) -> Iterator[tuple[str, Path, bytes]]:
     for index, info in (metadata.storage_data or {}).items():
         path = PurePosixPath(info.relative_path)
         if len(path.parts) != 1 or path.suffix != ".distcp":

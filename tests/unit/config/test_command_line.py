@@ -69,6 +69,7 @@ MISTAKES = [
     ("trainer.steps", "trainer.steps: expected name=value"),
     ("trainer.steps=[1", "expected name=value"),
     ("model.path=~/m", "quote a value with special characters: model.path=\"'~/m'\""),
+    (f"trainer.steps={'9' * 5000}", "expected name=value such as trainer.steps=5"),
     ("=3", "(no name): there is no such key"),
     ("trainer.steps=1,2", "a run takes one value"),
     ("trainer.steps=${foo}", "Interpolation key 'foo' not found\n  full_key: trainer.steps"),

@@ -329,6 +329,12 @@ def test_every_rule_of_the_schema_is_tested() -> None:
         ("tracking.name", 5, "tracking.name=\"'5'\""),
         ("trainer.stpes", 5, "trainer.stpes: there is no such key. Nearest: trainer.steps"),
         ("trainer.lr", 5, "trainer.lr: there is no such key. Nearest: optimizer.lr"),
+        (
+            "tracking.name",
+            "a\ud800",
+            "tracking.name: expected text that UTF-8 can write",
+        ),
+        ("cluster.env", {"A": ["\udc80"]}, "cluster.env.A: expected text that UTF-8 can write"),
     ],
 )
 def test_a_bad_value_names_its_key_and_what_was_expected(

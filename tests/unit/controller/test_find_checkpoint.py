@@ -96,6 +96,13 @@ def lost(name: str) -> Damage:
     return lambda path: (path / name).unlink()
 
 
+def name_in_manifest(path: Path, name: str) -> None:
+    """It is to be fetched, as files of other nodes are."""
+    entries = json.loads((path / MANIFEST).read_text())
+    entries[name] = {"bytes": 1, "sha256": "0" * 64, "place": "file:///nowhere"}
+    (path / MANIFEST).write_text(json.dumps(entries))
+
+
 VALUE = "policy/value.distcp"
 ALL = (VALUE, "state.json", MANIFEST)
 DAMAGES = {
@@ -103,6 +110,8 @@ DAMAGES = {
     "manifest empty": lambda path: (path / MANIFEST).write_text("{}"),
     "manifest no object": lambda path: (path / MANIFEST).write_text("[1]"),
     "entry without size": lambda path: (path / MANIFEST).write_text('{"state.json": {}}'),
+    "a name that no disk has": lambda path: name_in_manifest(path, "policy/\ud800"),
+    "a name with a NUL": lambda path: name_in_manifest(path, "policy/a\0b"),
     "all files lost": lambda path: (shutil.rmtree(path), path.mkdir()),
     "a file more": lambda path: (path / "policy/more.distcp").write_text("1"),
     "renamed": lambda path: (

@@ -233,6 +233,18 @@ def test_values_that_json_cannot_say_have_one_form(tmp_path, tokenizer):
     json.dumps(problem.columns, allow_nan=False)
 
 
+def test_a_time_that_python_cannot_hold_is_a_bad_row(tmp_path, tokenizer):
+    table = pyarrow.Table.from_pylist([GOOD, GOOD | {"prompt": "1+2="}])
+    took = pyarrow.array([1, 2**62], pyarrow.duration("s"))
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table.append_column("took", took), path)
+    config = DataConfig(source="parquet", path=str(path), eval_size=0)
+    with pytest.raises(ValueError, match="row 1: a value cannot be read: column 'took'"):
+        load_problems(config, tokenizer)
+    dropping = config.model_copy(update={"on_bad_row": "drop"})
+    assert len(load_problems(dropping, tokenizer).train) == 1
+
+
 def test_tools_and_arguments_reach_the_template_or_are_refused(load, tokenizer, monkeypatch):
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     row = {"prompt": user("x"), "answer": "2", "tools": [tool]}

@@ -177,6 +177,16 @@ def test_class_labels_are_read_as_their_names(kind, tmp_path, tokenizer):
     assert [problem.answer for problem in found] == ["yes", "no"]
 
 
+@pytest.mark.parametrize(
+    "stored", [[], {"info": 3}, {"info": {"features": []}}, {"info": {"features": {"answer": 1}}}]
+)
+def test_metadata_of_a_table_that_names_no_labels_is_read_past(stored, tmp_path, tokenizer):
+    table = pyarrow.Table.from_pylist(ROWS)
+    table = table.replace_schema_metadata({"huggingface": json.dumps(stored)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert prompts(tmp_path / "a.parquet", tokenizer, "parquet") == ALL
+
+
 README = """---
 configs:
 - config_name: main

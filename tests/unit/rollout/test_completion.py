@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from vllm.logprobs import FlatLogprobs, Logprob
@@ -35,8 +36,8 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
             sampled_logprobs(REQUEST, completion([3, 4], other))
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
-def test_a_logprob_that_is_not_finite_is_named(value: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, None, -1e300])
+def test_a_logprob_that_is_not_finite_is_named(value: Any) -> None:
     with pytest.raises(ValueError, match="prompt abc sample 2, response token 1"):
         sampled_logprobs(REQUEST, completion([3, 4], {3: -0.5, 4: value}))
 

@@ -168,6 +168,12 @@ def test_another_format_is_refused(folder: Path) -> None:
             check_runs_no_code(folder)
 
 
+def test_metadata_without_its_fields_is_refused(folder: Path) -> None:
+    change(folder, lambda found: delattr(found, "state_dict_metadata"))
+    with pytest.raises(ValueError, match=r"\.metadata.*state_dict_metadata.*RL7008"):
+        check_runs_no_code(folder)
+
+
 def test_a_torn_file_is_refused(folder: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
     for size in range(0, len(whole), 97):
