@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.chain import Chain, Row
-from tests.chaos.faults import DAMAGES, PHASES, PROCESSES, Fault, damage
+from tests.chaos.faults import DAMAGES, PHASES, PROCESSES, damage
 from tests.chaos.outcome import what_was_said
 from tests.chaos.plan import STEPS, whole
 from tests.chaos.results import BEGIN, END, keep, write_table
