@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,12 @@ class Run:
 
     def actors(self, name: str) -> list[psutil.Process]:
         """The Ray actors of this run alone, by the name of their class."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if f"ray::{name}" in " ".join(child.cmdline())]
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if f"ray::{name}" in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
 
     def interrupt(self, number: int = signal.SIGINT) -> list[psutil.Process]:
         """Send the signal to all processes of its terminal, as Ctrl-C does; what is running then,

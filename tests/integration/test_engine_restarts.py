@@ -207,7 +207,7 @@ def hit(started: Any, after: int, number: int = signal.SIGKILL) -> None:
 
 def works(started: Any) -> bool:
     """Whether a worker is at a call."""
-    return any(".call" in " ".join(p.cmdline()) for p in started.actors("ModelActor"))
+    return bool(started.actors("ModelActor.call"))
 
 
 def check_went_on(started: Any, steps: int, engine_restarts: int) -> None:
