@@ -14,6 +14,7 @@ from rltrain.controller.checkpoint_storage import local_storage
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.policy_group import PolicyGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
+from rltrain.controller.cluster.worker_group import UpdateNotFinite
 from rltrain.controller.find_checkpoint import examine
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.save_checkpoint import save
@@ -82,6 +83,13 @@ def test_values_updates_and_checkpoints(started: None, tmp_path: Path) -> None:
     record = examine(storage, folder)
     restore(storage, record, [critic])
     assert record.state == {"step": 1} and torch.equal(critic.values(), saved)
+
+    bad = fields | {"returns": torch.full((batch.num_tokens,), torch.inf)}
+    with pytest.raises(UpdateNotFinite, match=r"^critic, mini-batch 0: the loss is inf on ranks? "):
+        critic.update(bad)
+    critic._config = config(on_nonfinite="skip")
+    assert critic.update(bad) == [] and [one.mini_batch for one in critic.unmade] == [0]
+    assert torch.equal(critic.values(), saved) and critic.nonfinite_state() == {}
 
     rows = [3, 2, 1, 0]
     critic.begin_step(batch.select(rows))
