@@ -19,7 +19,8 @@ _ROLES = (
     (re.compile(r"EngineCore"), "EngineCore"),
     (re.compile(r"/raylet/raylet"), "raylet"),
     (re.compile(r"/gcs/gcs_server"), "gcs"),
-    (re.compile(r"reward_worker|pool_worker|spawn_main"), "reward"),
+    (re.compile(r"rltrain\.(?:environments|actors)\.(\w+)"), None),
+    (re.compile(r"multiprocessing\.(\w+) import"), None),
     (re.compile(r"/ray/_private/(\w+)\.py|/ray/(?:dashboard|autoscaler/_private)/(\w+)\.py"), None),
 )
 _LOCAL = re.compile(r"- num local plasma objects: (\d+)")

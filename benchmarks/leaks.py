@@ -2,6 +2,8 @@
 
     python -m benchmarks.leaks --steps 500 --out build/leaks.json [name=value ...]
 
+    python -m benchmarks.leaks --of build/leaks.json      the table of samples that were kept
+
 Runs the tiny recipe in processes of its own and looks at them from outside after each step. The
 slopes are of the steps after ``--after``, with 95 % intervals (`benchmarks.leak_slopes`). As root
 the run gets a /dev/shm of its own, so that no other run of the machine is counted.
@@ -24,6 +26,10 @@ from benchmarks.leak_slopes import Slope, slope_of
 
 ROOT = Path(__file__).parents[1]
 STEP_LIMIT_S = 1200.0
+KEEP_EVERY = 25
+"""Steps after which the samples are written anew."""
+Samples = dict[int, Sample]
+"""By step."""
 OVERRIDES = (
     "cluster.device=cpu",
     "model.tiny.num_layers=2",
@@ -51,19 +57,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--after", type=int, default=50)
     parser.add_argument("--recipe", default="grpo_moe_r3")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="keeps the samples, also of a run that is ended")
+    parser.add_argument("--of", type=Path)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    samples = watch_run(options.steps, options.recipe, options.overrides)
-    slopes = slopes_of(samples, options.after)
-    print(table(slopes))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        kept = {"steps": options.steps, "after": options.after, "samples": samples}
-        options.out.write_text(json.dumps(kept) + "\n")
+    if options.of is not None:
+        kept = json.loads(options.of.read_text())["samples"]
+        samples: Samples = {int(step): sample for step, sample in kept.items()}
+    else:
+        samples = watch_run(options.steps, options.recipe, options.overrides, options.out)
+    print(f"{len(samples)} samples, to step {max(samples)}\n")
+    print(table(slopes_of(samples, options.after)))
 
 
-def watch_run(steps: int, recipe: str, overrides: Sequence[str]) -> dict[int, Sample]:
+def watch_run(
+    steps: int, recipe: str, overrides: Sequence[str], out: Path | None = None
+) -> Samples:
     """Samples by the step after which they were taken."""
     with tempfile.TemporaryDirectory(prefix="leaks-") as folder:
         work = Path(folder)
@@ -83,7 +92,7 @@ def watch_run(steps: int, recipe: str, overrides: Sequence[str]) -> dict[int, Sa
                 start_new_session=True,
             )
         try:
-            found = _samples(run, work)
+            found = _samples(run, work, out)
             if run.wait() != 0:
                 raise RuntimeError(f"the run ended with {run.returncode}:\n{_end_of(work)}")
         finally:
@@ -101,9 +110,9 @@ def own_shared_memory() -> list[str]:
     return ["unshare", "--mount", "sh", "-c", mounted, "sh"]
 
 
-def _samples(run: subprocess.Popen[bytes], work: Path) -> dict[int, Sample]:
+def _samples(run: subprocess.Popen[bytes], work: Path, out: Path | None) -> Samples:
     watcher = Watcher(run.pid, work / "tmp")
-    found: dict[int, Sample] = {}
+    found: Samples = {}
     seen, changed = 0, time.monotonic()
     while run.poll() is None:
         time.sleep(0.05)
@@ -111,11 +120,19 @@ def _samples(run: subprocess.Popen[bytes], work: Path) -> dict[int, Sample]:
         if rows > seen:
             seen, changed = rows, time.monotonic()
             found[rows - 1] = watcher.sample()  # the first row is of step 0
-            if rows % 25 == 1:
+            if rows % KEEP_EVERY == 1:
                 print(f"step {rows - 1}", file=sys.stderr, flush=True)
+                _keep(found, out)
         if time.monotonic() - changed > STEP_LIMIT_S:
             raise RuntimeError(f"no step for {STEP_LIMIT_S:.0f} s:\n{_end_of(work)}")
+    _keep(found, out)
     return found
+
+
+def _keep(samples: Samples, out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"samples": samples}) + "\n")
 
 
 def _rows(path: Path) -> int:
@@ -126,7 +143,7 @@ def _end_of(work: Path) -> str:
     return (work / "log").read_text(errors="replace")[-3000:]
 
 
-def slopes_of(samples: Mapping[int, Sample], after: int) -> dict[tuple[str, str], Slope]:
+def slopes_of(samples: Samples, after: int) -> dict[tuple[str, str], Slope]:
     """By role and what was measured; of those that were there in all the steps."""
     steps = [step for step in sorted(samples) if step > after]
     first = samples[steps[0]]

@@ -1,9 +1,10 @@
 """N steps are k steps, the end of the driver, and the N - k others: bitwise, for every k.
 
 Each case takes minutes: `-k grpo_r3-1ranks` runs one algorithm, `-k dapo-2ranks-after3` one resume
-and the straight run that it is compared with. In steps 1 and 2 the newer checkpoints of a finished
-run are passed over by name, in step 3 the driver was killed by SIGKILL, and in steps 4 and 5 the
-folder is as a cut of the power left it, before and after the step's row of metrics was written.
+and the straight run that it is compared with. After steps 1 and 2 the newer checkpoints of a
+finished run are passed over by name. After steps 3 and 5 the folder is as a cut of the power left
+it, before and after the step's row of metrics was written; that of step 3 has an evaluation. After
+step 4 the driver was killed by SIGKILL.
 """
 
 import json
@@ -21,7 +22,7 @@ from tests.reliability.same_run import differences
 from tests.reliability.whole_run import WholeRun, cut
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
-KILLED, WITHOUT_ROW = 3, 4
+WITHOUT_ROW, KILLED = 3, 4
 KEPT = "RLTRAIN_EXACT_DIR"
 """This variable names a folder to keep the straight runs in, for tests of one case one by one."""
 Started = Callable[..., WholeRun]
@@ -79,10 +80,10 @@ def test_a_resumed_run_is_the_straight_one(
         start(case, name).kill_in_step(step + 1)
     else:
         shutil.copytree(whole, work / name, symlinks=True)
-    if step >= WITHOUT_ROW:
-        cut(work / name, step, rows_to=step - 1 if step == WITHOUT_ROW else step)
+        if step >= WITHOUT_ROW:
+            cut(work / name, step, rows_to=step - 1 if step == WITHOUT_ROW else step)
     identity = (work / name / "wandb_id").read_text()
-    resume = "auto" if step >= KILLED else f"step:{step}"
+    resume = "auto" if step >= WITHOUT_ROW else f"step:{step}"
     resumed = start(case, name, f"trainer.resume={resume}").wait()
     assert f"resumed after step {step}" in resumed.output
     completed = step if step == WITHOUT_ROW else 0

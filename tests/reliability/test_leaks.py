@@ -74,7 +74,9 @@ def test_too_few_samples_are_refused() -> None:
         ("/site-packages/ray/core/src/ray/raylet/raylet --x=1", "raylet"),
         ("/site-packages/ray/core/src/ray/gcs/gcs_server --y", "gcs"),
         ("python -u /ray/_private/log_monitor.py", "log_monitor"),
-        ("python -B -c from multiprocessing.spawn import spawn_main", "reward"),
+        ("python -m rltrain.environments.reward_worker 5 {}", "reward_worker"),
+        ("python -m rltrain.actors.guardian 77", "guardian"),
+        ("python -B -c from multiprocessing.resource_tracker import main", "resource_tracker"),
         ("cat", "the name"),
     ],
 )
