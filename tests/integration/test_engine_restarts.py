@@ -236,7 +236,8 @@ def test_a_run_goes_on_while_one_of_two_engines_is_started_again(
     it was frozen: the other case leaves this proof out, which takes long."""
     proof = number == signal.SIGSTOP
     two = ["rollout.num_engines=2", "rollout.kv_cache_gib=1", f"trainer.check_weight_sync={proof}"]
-    options = ["trainer.steps=3", *two, *LONGER, by_length(tmp_path)]
+    # Two calls, one to each engine.
+    options = ["trainer.steps=3", "trainer.prompts_per_step=32", *two, *LONGER, by_length(tmp_path)]
     broken = start("broken", *options)
     hit(broken, after=1, number=number)
     check_went_on(broken, steps=3, engine_restarts=1)
