@@ -205,15 +205,13 @@ class Loop(ABC):
             if self.in_hand is None or not is_nonfinite(error):
                 raise
             # A log-probability, a value or an advantage, before any update of the policy.
-            causes, count = (
-                [str(error).removesuffix(f" [{CODE}]")],
-                self.config.trainer.mini_batches,
-            )
+            causes = [str(error).removesuffix(f" [{CODE}]")]
+            count = self.config.trainer.mini_batches
             taken = Step(self.in_hand.batch, self.in_hand.metrics, [])
         kl_coef = 0.0 if self.in_hand is None else self.in_hand.kl_coef
-        found = {model.role: bad for model in self.models if (bad := model.nonfinite_state())}
+        found = state_causes({model.role: model.nonfinite_state() for model in self.models})
         if found:
-            self.guard.broken(step, taken.batch, kl_coef, [*causes, *state_causes(found)])
+            self.guard.broken(step, taken.batch, kl_coef, [*causes, *found])
         if causes:
             self.guard.left_out(step, taken.batch, kl_coef, causes)
         else:
