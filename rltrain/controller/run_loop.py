@@ -168,6 +168,7 @@ class Loop(ABC):
     def step(self, step: int) -> None:
         timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
+        self.in_hand = None
         with ExitStack() as self._in_step:
             taken = self.take_finite(step, timer, is_first=is_first)
             metrics = taken.metrics
@@ -196,7 +197,6 @@ class Loop(ABC):
         Raises:
             RuntimeError: as `Guard`.
         """
-        self.in_hand = None
         try:
             taken = self.take(step, timer, is_first=is_first)
             causes = [str(unmade) for model in self.models for unmade in model.unmade]
