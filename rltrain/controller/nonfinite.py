@@ -12,6 +12,7 @@ from rltrain.config.error_codes import codes_in
 from rltrain.controller.cluster.worker_group import UpdateNotFinite
 from rltrain.controller.kept_steps import KeptStep, keep
 from rltrain.controller.run_checkpoint import checkpoints, step_of
+from rltrain.policy.actor import Role
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def is_nonfinite(error: Exception) -> bool:
     return is_ours and codes_in(str(error)) == [CODE]
 
 
-def state_causes(found: Mapping[str, Mapping[int, Sequence[str]]]) -> list[str]:
+def state_causes(found: Mapping[Role, Mapping[int, Sequence[str]]]) -> list[str]:
     """What a broken model is told as.
 
     Args:

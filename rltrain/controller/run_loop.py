@@ -169,6 +169,7 @@ class Loop(ABC):
     def step(self, step: int) -> None:
         timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
+        self.in_hand = None
         with ExitStack() as self._in_step:
             taken = self.take_finite(step, timer, is_first=is_first)
             metrics = taken.metrics
@@ -197,7 +198,6 @@ class Loop(ABC):
         Raises:
             RuntimeError: as `Guard`.
         """
-        self.in_hand = None
         try:
             taken = self.take(step, timer, is_first=is_first)
             causes = [str(unmade) for model in self.models for unmade in model.unmade]
@@ -206,15 +206,13 @@ class Loop(ABC):
             if self.in_hand is None or not is_nonfinite(error):
                 raise
             # A log-probability, a value or an advantage, before any update of the policy.
-            causes, count = (
-                [str(error).removesuffix(f" [{CODE}]")],
-                self.config.trainer.mini_batches,
-            )
+            causes = [str(error).removesuffix(f" [{CODE}]")]
+            count = self.config.trainer.mini_batches
             taken = Step(self.in_hand.batch, self.in_hand.metrics, [])
         kl_coef = 0.0 if self.in_hand is None else self.in_hand.kl_coef
-        found = {model.role: bad for model in self.models if (bad := model.nonfinite_state())}
+        found = state_causes({model.role: model.nonfinite_state() for model in self.models})
         if found:
-            self.guard.broken(step, taken.batch, kl_coef, [*causes, *state_causes(found)])
+            self.guard.broken(step, taken.batch, kl_coef, [*causes, *found])
         if causes:
             self.guard.left_out(step, taken.batch, kl_coef, causes)
         else:

@@ -75,8 +75,11 @@ def alone(config: Config, folder: str) -> Config:
     placement = "colocated" if config.cluster.placement == "disaggregated" else None
     cluster = {"placement": placement} if placement else {}
     trainer = {"on_nonfinite": "skip", "output_dir": folder, "resume": "never"}
+    # A trace compares with the route stores, which are gone.
+    untraced = config.routing_replay.model_copy(update={"trace": False})
     return config.model_copy(
         update={
+            "routing_replay": untraced,
             "trainer": config.trainer.model_copy(update=trainer),
             "cluster": config.cluster.model_copy(update=cluster),
         }
@@ -155,7 +158,8 @@ class Replay:
             fields, kl_coef = stages.policy_fields(batch), self.about.kl_coef
             made = self.policy.update(fields, routing=routing, kl_coef=kl_coef)
             self.updates(batch, self.policy, made)
-        models = [self.policy] if self.critic is None else [self.policy, self.critic]
+        models: list[WorkerGroup[Any]] = [self.policy]
+        models += [] if self.critic is None else [self.critic]
         for cause in state_causes({m.role: m.nonfinite_state() for m in models}):
             self.told(f"NOT FINITE: {cause}")
 
@@ -217,8 +221,9 @@ class Replay:
             place = self.policy.locate(routing=routing)
             if place is not None:
                 self.told(
-                    f"the first number that is not finite comes after layer {place.layer} (of all, "
-                    f"counted from 0; behind the last: the head): {token(batch, place.token)}"
+                    f"the first number that is not finite is in the output of layer {place.layer} "
+                    "(counted from 0; -1 is the embedding, one more than there are the head), "
+                    f"{token(batch, place.token)}"
                 )
             raise
 

@@ -69,7 +69,8 @@ class Place:
     """Of the first number in a forward pass that is NaN or infinite."""
 
     layer: int
-    """Whose output has it, counted from 0; after the last: the log-probability alone."""
+    """Whose output has it, counted from 0; -1: the embedding; after the last layer: the
+    log-probability alone."""
     token: int
     """Of the shard, or of the batch."""
 

@@ -74,6 +74,16 @@ def test_a_weight_that_is_not_finite_is_named(folder: Path) -> None:
     assert told == [[], ["decoder.final_layernorm.weight", "the optimizer's state"]]
 
 
+def test_the_first_such_number_of_a_pass_is_found(folder: Path) -> None:
+    """By layer and token: in the embedding of one token, and behind all layers."""
+    last, first = [
+        min(json.loads((folder / f"tp2.{where}.{rank}.json").read_text()) for rank in range(2))
+        for where in ("head", "embedding")
+    ]
+    tokens = batch_of(None).tokens.tolist()
+    assert first == [-1, tokens.index(tokens[TOKEN])] and last[0] == 2
+
+
 def of_update(states: dict[str, Tensor], update: int) -> dict[str, Tensor]:
     return {n.partition("/")[2]: v for n, v in states.items() if n.startswith(f"{update}/")}
 
@@ -140,6 +150,15 @@ def run_step(rank: int, folder: Path, name: str, config: Config, quantity: str) 
             ] = torch.inf
         broken = json.dumps(worker.nonfinite_state())
         (folder / f"tp2.broken.{rank}.json").write_text(broken)
+        for where in ("head", "embedding"):
+            if where == "embedding":
+                embedding = worker.chunks[0].module.embedding.word_embeddings.weight
+                owner, row = divmod(int(batch_of(None).tokens[TOKEN]), len(embedding))
+                if owner == rank:
+                    embedding.data[row] = torch.nan
+            place = worker.locate(plan.scoring[0], routing="native")
+            found_at = [] if place is None else [place.layer, place.token]
+            (folder / f"tp2.{where}.{rank}.json").write_text(json.dumps(found_at or [9, 9]))
     destroy_mesh()
 
 
