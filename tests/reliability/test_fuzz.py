@@ -4,7 +4,7 @@ import pytest
 
 from tests.reliability.fuzz import KINDS, run
 
-COUNTS = {"command lines": 30, "Parquet": 200, "JSONL": 300}
+COUNTS = {"configurations": 150, "command lines": 15, "Parquet": 200, "JSONL": 300}
 REACHED = {
     "configurations": {"valid", "refused"},
     "command lines": {"composed", "refused"},
