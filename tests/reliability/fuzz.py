@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.reliability import fuzz_checkpoints, fuzz_configs, fuzz_data, fuzz_engine, fuzz_rewards
@@ -55,12 +55,14 @@ def run(kind: str, count: int, first: int = 0) -> Report:
     report, began = Report(kind), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         try_one = KINDS[kind](Path(folder))
+        logging.disable(logging.WARNING)
         for number in range(first, first + count):
             report.cases += 1
             try:
                 report.outcomes[try_one(random.Random(f"{kind} {number}"))] += 1
             except Exception:  # what must not be: it is counted and shown
                 report.failures.append(f"{number}: {traceback.format_exc()}")
+    logging.disable(logging.NOTSET)
     report.seconds = round(time.monotonic() - began, 1)
     return report
 
@@ -75,14 +77,13 @@ def table(reports: list[Report]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", choices=list(KINDS), action="append")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)
+    options = parser.parse_args(arguments)
     reports = []
     for kind in options.only or KINDS:
         count = -(-options.count // COSTLY.get(kind, 1))
@@ -94,7 +95,7 @@ def main() -> int:
             sys.stdout.write(f"\n{report.kind} {failure}\n")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(one) for one in reports], indent=1) + "\n")
+        options.json.write_text(json.dumps([vars(one) for one in reports], indent=1) + "\n")
     return int(any(report.failures for report in reports))
 
 
