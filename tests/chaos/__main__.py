@@ -39,6 +39,8 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.table:
         enter_namespace()
+        # Of this run alone, so that what is left there is of its making.
+        subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/shm"], check=True)
         chosen = [planned for planned in whole() if asked.only in planned.name]
         if not chosen:
             sys.exit(f"--only {asked.only}: expected a part of one of {[p.name for p in whole()]}")
