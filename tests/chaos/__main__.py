@@ -1,6 +1,6 @@
 """Break runs in every way that is known, and write down what became of them.
 
-    python -m tests.chaos [--only TEXT]      # run what has TEXT in its name, all without
+    python -m tests.chaos [--only TEXT ...]      # run what has TEXT in its name, all without
     python -m tests.chaos --table            # write docs/reliability.md from what has been run
 
 Results are kept in ``build/chaos``, a file per run, so that some can be run again.
@@ -34,26 +34,33 @@ def enter_namespace() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--only", default="", help="run what has this in its name")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="run what has one of these in its name"
+    )
     parser.add_argument("--table", action="store_true", help="only write the table")
     asked = parser.parse_args()
+    is_well = True
     if not asked.table:
         enter_namespace()
         # Of this run alone, so that what is left there is of its making.
         subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/shm"], check=True)
-        chosen = [planned for planned in whole() if asked.only in planned.name]
+        chosen = [one for text in asked.only for one in whole() if text in one.name]
         if not chosen:
-            sys.exit(f"--only {asked.only}: expected a part of one of {[p.name for p in whole()]}")
+            sys.exit(f"--only: expected a part of one of {[one.name for one in whole()]}")
         with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as folder:
             reference = Reference(Path(folder))
             for planned in chosen:
                 began = time.monotonic()
-                rows = execute(planned, reference)
-                keep(RESULTS, planned.name, rows)
-                said = "as undisturbed" if all(row.bitwise for row in rows) else "NOT THE SAME"
-                sys.stdout.write(f"{planned.name}: {said}, {time.monotonic() - began:.0f} s\n")
+                chain = execute(planned, reference)
+                keep(RESULTS, planned.name, chain)
+                same = all(row.bitwise for row in chain.rows)
+                said = chain.failure or ("as undisturbed" if same else "NOT THE SAME")
+                took = f"{time.monotonic() - began:.0f} s"
+                sys.stdout.write(f"{planned.name}: {said}, {took}\n")
                 sys.stdout.flush()
+                is_well &= same and not chain.failure
     write_table(TABLE, RESULTS)
+    sys.exit(not is_well)
 
 
 if __name__ == "__main__":

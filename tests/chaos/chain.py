@@ -75,6 +75,7 @@ class Chain:
     def __post_init__(self) -> None:
         self._waiting = deque(self.faults)
         self.rows: list[Row] = []
+        self.failure = ""
         self._open: Row | None = None
         self._began = 0.0
         self._logged = 0

@@ -2,11 +2,12 @@
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.chaos.chain import Row
+from tests.chaos.chain import Chain, Row
 
 BEGIN, END = "<!-- faults: written by python -m tests.chaos -->", "<!-- end of faults -->"
 HEAD = (
@@ -17,10 +18,13 @@ HEAD = (
 LONGEST = 150
 
 
-def keep(folder: Path, name: str, rows: Sequence[Row]) -> None:
+def keep(folder: Path, name: str, chain: Chain) -> None:
+    """Keep the rows of a chain, and the output of its runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{re.sub('[^a-zA-Z0-9]+', '-', name).lower()}.json"
-    file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    file = folder / re.sub("[^a-zA-Z0-9]+", "-", name).lower()
+    text = json.dumps([asdict(row) for row in chain.rows], indent=1)
+    file.with_suffix(".json").write_text(text + "\n")
+    shutil.copy(chain.log, file.with_suffix(".log"))
 
 
 def read(folder: Path) -> list[Row]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.chain import Chain, Row
+from tests.chaos.chain import Chain
 from tests.chaos.outcome import is_same, seconds_of_phases
 from tests.chaos.plan import REWARD, SMALL, SMALL_DISK_MIB, STEPS, Planned
 
@@ -42,13 +42,9 @@ class Reference:
         return folder
 
 
-def execute(planned: Planned, reference: Reference) -> list[Row]:
-    """What became of each fault.
-
-    Raises:
-        Hung: nothing was heard of the run.
-        RuntimeError: it ended without a fault.
-    """
+def execute(planned: Planned, reference: Reference) -> Chain:
+    """Run it to its end; what became of each fault is in ``rows`` of the chain. ``failure`` says
+    why it did not come to its end, and is empty otherwise."""
     undisturbed = reference.of(planned.overrides)
     phase_s = seconds_of_phases(undisturbed)
     command = reference.command(planned.overrides)
@@ -57,8 +53,12 @@ def execute(planned: Planned, reference: Reference) -> list[Row]:
         chain.run.mkdir()
         size = f"size={SMALL_DISK_MIB}m"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(chain.run)], check=True)
-    chain.execute()
+    try:
+        chain.execute()
+    except (RuntimeError, LookupError) as error:
+        chain.failure = f"{type(error).__name__}: {error}"
+        return chain
     same = is_same(chain.run, undisturbed, reference.folder)
     for row in chain.rows:
         row.bitwise = same
-    return chain.rows
+    return chain

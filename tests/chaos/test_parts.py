@@ -74,7 +74,10 @@ def test_the_page_is_written_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# before\n{BEGIN}\nold\n{END}\nafter\n")
     row = Row("GCS: SIGKILL", "eval", 8, "Ray's | (process 12) died", "", 3.2, 0, [], True)
-    keep(tmp_path / "results", "GCS: SIGKILL", [row])
+    chain = Chain((), (), tmp_path)
+    chain.rows.append(row)
+    chain.log.write_text("what it printed\n")
+    keep(tmp_path / "results", "GCS: SIGKILL", chain)
     write_table(page, tmp_path / "results")
     text = page.read_text()
     assert text.startswith("# before\n") and text.endswith("after\n") and "old" not in text

@@ -29,9 +29,10 @@ def short_folder() -> Iterator[Path]:
 
 
 def test_a_run_that_loses_three_parts_ends_as_if_it_had_not(short_folder: Path) -> None:
-    rows = execute(short(), Reference(short_folder))
-    told = "\n".join(table(rows))
-    assert len(rows) == 3, told
+    chain = execute(short(), Reference(short_folder))
+    rows = chain.rows
+    told = "\n".join([chain.failure, *table(rows)])
+    assert len(rows) == 3 and not chain.failure, told
     engine, rank, worker = rows
     assert all(row.bitwise and not row.left and not row.ended for row in rows), told
     assert [row.steps_lost for row in rows] == [0, 0, 0], told
