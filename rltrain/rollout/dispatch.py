@@ -141,6 +141,7 @@ class Dispatcher:
             check_nodes(_wait(engine, step))
             if time.monotonic() - board.since[engine] > limit_s:
                 wait = _wait(engine, step, learned=limit_s < self._timeout_s)
+                wait = wait._replace(method=f"{wait.method}, {board.describe(engine)}")
                 self._lose(board, engine, timeout_failure(wait, 1, 1, limit_s))
                 found = True
         return found

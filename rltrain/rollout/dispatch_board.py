@@ -71,6 +71,11 @@ class Board:
     def answered(self, ref: Any) -> None:
         self.since[self._remove(ref).engine] = time.monotonic()
 
+    def describe(self, engine: int) -> str:
+        """How much the engine has to do, and how much waits, for an error message."""
+        queued = sum(len(call.requests) for call in self.waiting)
+        return f"{self.load[engine]} requests there, {queued} queued"
+
     def take_back(self, engine: int) -> None:
         """All calls of an engine go to the front of the queue, in their order."""
         refs = [ref for ref, one in self.running.items() if one.engine == engine]

@@ -39,6 +39,10 @@ def test_a_call_goes_to_the_engine_with_the_fewest_requests() -> None:
     assert board([second], [9, 9]).place(away={1}) is None
 
 
+def test_an_engine_that_hangs_is_shown_with_its_queue() -> None:
+    assert board([batch(0, 2), batch(1)], [3, 5]).describe(1) == "5 requests there, 3 queued"
+
+
 STEPS = st.lists(st.tuples(st.sampled_from(["answer", "die", "back"]), st.integers(0, 99)))
 
 
