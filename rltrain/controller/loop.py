@@ -56,8 +56,10 @@ class Trainer(Loop):
     synced_after: int
     """The step whose weights the engines have, once `begin` has synced."""
 
-    def begin(self) -> None:
-        self.sync_weights(self.start.after, StepTimer(on_phase=self.tracker.phase))
+    def begin(self) -> dict[str, float]:
+        step = self.start.after
+        metrics = self.sync_weights(step, StepTimer(on_phase=self.tracker.phase))
+        return metrics if self.syncs(step) else {}
 
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
         sampled, metrics = self.sampler.sample(step, timer)

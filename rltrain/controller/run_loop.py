@@ -98,8 +98,10 @@ class Loop(ABC):
     def first_checks(self, taken: Step) -> list[Check]:
         """What must hold in a step before which nothing was learned."""
 
-    def begin(self) -> None:  # noqa: B027  # nothing, unless there are engines
-        """What precedes the first evaluation and step of this process."""
+    def begin(self) -> dict[str, float]:  # nothing, unless there are engines
+        """What precedes the first evaluation and step of this process. Returns metrics that the
+        step has which it starts after."""
+        return {}
 
     def hand_over(self, step: int, timer: StepTimer) -> dict[str, float]:  # likewise
         """What follows the updates of a step. Returns metrics."""
@@ -135,20 +137,24 @@ class Loop(ABC):
 
     def take_steps(self) -> None:
         done = self.start.after
-        self.begin()
+        begun = self.begin()
         if done == 0 and self.evaluator.is_due(0):
             self.tracker.phase("eval")
             self.log(0, self.evaluator.evaluate(0))
         if done > 0:
-            self.complete(done)
+            self.complete(done, begun)
         for step in range(done + 1, self.config.trainer.steps + 1):
             self.step(step)
 
-    def complete(self, step: int) -> None:
+    def complete(self, step: int, begun: Mapping[str, float]) -> None:
         """What a killed run did not come to after the checkpoint of ``step``: the metrics, less
-        those of the time after it, with the evaluation; and the link to the last weights."""
+        those of the time after it, with the evaluation; and the link to the last weights.
+
+        Args:
+            begun: as `begin` returned it
+        """
         if self.tracker.lacks_row:
-            metrics = dict(self.start.state.get("metrics", {}))
+            metrics = {**self.start.state.get("metrics", {}), **begun}
             if self.evaluator.is_due(step):
                 self.tracker.phase("eval")
                 metrics |= self.evaluator.evaluate(step)

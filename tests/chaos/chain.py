@@ -29,7 +29,6 @@ HANG_S = 900.0
 """Without any news for so long, a run hangs."""
 LEAVE_S = 30.0
 """How long what a run started may take to end after it."""
-STARTING = ("start_ray", "warm_start", "start_engines", "load_weights", "connect")
 MARK = "RLTRAIN_CHAOS"
 """Environment variable of all processes of a chain."""
 
@@ -45,7 +44,7 @@ class Row:
     ended: str = ""
     """Exit status, of a run that did not go on by itself."""
     seconds: float | None = None
-    """From the fault until the run was past what it did then."""
+    """From the fault until the step that it met was done."""
     steps_lost: int | None = None
     """Steps whose metrics were there already, and that were taken again."""
     left: list[str] = field(default_factory=list)
@@ -79,7 +78,6 @@ class Chain:
         self._open: Row | None = None
         self._began = 0.0
         self._logged = 0
-        self._before: tuple[int, str] | None = None
 
     @property
     def run(self) -> Path:
@@ -126,7 +124,6 @@ class Chain:
             "TMPDIR": str(self.folder / "tmp"),
             "PYTHONPATH": os.pathsep.join([str(self.folder.parent), str(ROOT)]),
         }
-        self._before = None
         if self._waiting and self._waiting[0].phase == START:
             self.log.touch()
             self._meet(self._waiting.popleft(), 0, os.getpid())
@@ -152,9 +149,8 @@ class Chain:
     def _take(self, phase: str, driver: int, connection: socket.socket) -> None:
         """The run waits at the start of a phase: meet what is due in it, and let it go on."""
         step = self.last_step + 1
-        if self._open is not None and self._is_past(self._open, step, phase):
+        if self._open is not None and step > self._open.step:
             self._close(self._open)
-        self._before = None if phase in STARTING else (step, phase)
         due = self._waiting[0] if self._waiting and self._open is None else None
         if due is None or due.phase != phase or step < due.step:
             connection.send(b"\n")
@@ -174,11 +170,6 @@ class Chain:
         self._logged = self.log.stat().st_size
         self._began = time.monotonic()
         inject(fault, driver, self.run)
-
-    def _is_past(self, row: Row, step: int, phase: str) -> bool:
-        """Whether the run has done what it did when it was hit, now that ``phase`` begins."""
-        is_next = self._before == (row.step, row.phase) and phase not in STARTING
-        return step > row.step or (is_next and phase != row.phase)
 
     def _close(self, row: Row | None) -> None:
         if row is None:

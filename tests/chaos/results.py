@@ -11,7 +11,7 @@ from tests.chaos.chain import Chain, Row
 
 BEGIN, END = "<!-- faults: written by python -m tests.chaos -->", "<!-- end of faults -->"
 HEAD = (
-    "| fault | phase | what was said | seconds until it went on | finished steps lost "
+    "| fault | phase | what was said | seconds until the step was done | finished steps lost "
     "| left behind | same bits |",
     "|---|---|---|---|---|---|---|",
 )

@@ -38,23 +38,6 @@ def test_every_role_is_killed_and_stopped_in_every_phase() -> None:
     assert all(fault.step < STEPS or fault.what.startswith("SIG") for fault in faults)
 
 
-@pytest.mark.parametrize(
-    ("row", "step", "phase", "is_past"),
-    [
-        ((3, "update"), 3, "checkpoint", True),  # the phase that was hit went on
-        ((3, "update"), 3, "start_ray", False),  # the run starts again
-        ((3, "update"), 4, "generate", True),
-        ((3, "update"), 3, "update", False),
-    ],
-)
-def test_when_a_run_is_past_a_fault(
-    row: tuple[int, str], step: int, phase: str, is_past: bool, tmp_path: Path
-) -> None:
-    chain = Chain((), (), tmp_path)
-    chain._before = row
-    assert chain._is_past(Row("", row[1], row[0]), step, phase) is is_past
-
-
 @pytest.mark.parametrize("what", DAMAGES)
 def test_the_newest_checkpoint_is_damaged(what: str, tmp_path: Path) -> None:
     for step in (1, 2):

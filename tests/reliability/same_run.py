@@ -15,21 +15,17 @@ OWN = ("state.json", "/.metadata")
 index of the tensors' files, whose every byte is compared."""
 
 
-def differences(straight: Path, other: Path, last: int, *, completed: int = 0) -> list[str]:
-    """Of two run folders: what differs, a line each; empty where nothing does to step ``last``.
-
-    Args:
-        completed: the step whose row the resumed run wrote anew from its checkpoint; 0: none
-    """
+def differences(straight: Path, other: Path, last: int) -> list[str]:
+    """Of two run folders: what differs, a line each; empty where nothing does to step ``last``."""
     return [
-        *_rows(straight, other, completed),
+        *_rows(straight, other),
         *_lines(straight, other, "rollouts.jsonl"),
         *_lines(straight, other, "samples.jsonl"),
         *(line for step in range(1, last + 1) for line in _checkpoints(straight, other, step)),
     ]
 
 
-def _rows(straight: Path, other: Path, completed: int) -> Iterator[str]:
+def _rows(straight: Path, other: Path) -> Iterator[str]:
     rows = [read_jsonl(folder / "metrics.jsonl") for folder in (straight, other)]
     steps = [[row["step"] for row in of] for of in rows]
     if steps[0] != steps[1]:
@@ -37,8 +33,6 @@ def _rows(straight: Path, other: Path, completed: int) -> Iterator[str]:
         return
     for one, two in zip(*rows, strict=True):
         names = {name for name in one | two if not name.startswith(MEASURED)}
-        if one["step"] == completed:
-            names = {name for name in names if name in two or not name.startswith("weights/")}
         for name in sorted(names):
             if _bits(one.get(name)) != _bits(two.get(name)):
                 yield f"step {one['step']}: {name} is {one.get(name)} and {two.get(name)}"
