@@ -88,6 +88,7 @@ def test_options_that_a_page_names_exist(page: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(900)
 def test_a_run_of_a_new_folder_its_report_and_its_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

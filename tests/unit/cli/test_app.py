@@ -55,6 +55,7 @@ BAD_REQUESTS = {
     ("routes", "record"): ["/nowhere", "out", "--problem=1"],
     ("routes", "replay"): ["/nowhere", "/nowhere", "out"],
     ("routes", "slice"): ["/nowhere"],
+    ("step", "replay"): ["/nowhere"],
     ("train",): ["trainer.steps=five"],
     ("verify",): ["--models=llama"],
 }
