@@ -48,7 +48,7 @@ def test_what_was_begun_is_saved_and_not_what_came_after(results: Any, layout: s
         assert not found["index at first"]
         assert found["begun"].keys() == found["before"].keys()
         tensors = [name for name in found["before"] if name.endswith(".distcp")]
-        assert tensors
+        assert {name.split("/")[0] for name in tensors} == {"policy", "reference"}
         for name in tensors:
             assert found["begun"][name] == found["before"][name] == found["loaded"][name]
             assert found["after"][name] != found["before"][name]
@@ -80,6 +80,8 @@ def save_and_learn(rank: int, folder: Path) -> None:
         )
         meeting = rendezvous(folder, name)
         worker = PolicyWorker(config, rank, meeting, str(folder / "moe"), torch.device("cpu"))
+        # As with a KL. Its parameters are not parts of a buffer, as the policy's are.
+        worker.reference = worker._on_mesh(worker._load(ddp=False))
         found = {**held_back(worker, folder / name), **full(worker, folder / name, rank)}
         destroy_mesh()
         (folder / f"{name}.{rank}.json").write_text(json.dumps(found))
@@ -87,33 +89,49 @@ def save_and_learn(rank: int, folder: Path) -> None:
 
 def held_back(worker: Any, folder: Path) -> dict[str, Any]:
     learn(worker, 0)  # the optimizer has moments
-    found: dict[str, Any] = {"before": worker.save(str(folder / "before"))}
+    found: dict[str, Any] = {"before": save(worker, folder / "before")}
+    begun = folder / "begun"
     with writing_after() as may_write:
-        worker.begin_save(str(folder / "begun"))
+        worker.begin_save(str(begun / "policy"))
+        worker.begin_reference_save(str(begun / "reference"))
         learn(worker, 1)
         found["written at first"] = worker.is_written()
-        found["index at first"] = (folder / "begun/.metadata").exists()
+        found["index at first"] = (begun / "policy/.metadata").exists()
         may_write.set()
-        worker.saves[0].wait()
+        for pending in worker.saves:
+            pending.wait()
         found["written at last"] = worker.is_written()
-        (found["begun"],) = worker.end_saves()
-    found["after"] = worker.save(str(folder / "after"))
-    worker.load(str(folder / "begun"))
-    found["loaded"] = worker.save(str(folder / "loaded"))
+        found["begun"] = named(*worker.end_saves())
+    found["after"] = save(worker, folder / "after")
+    worker.load(str(begun / "policy"))
+    worker.load_reference(str(begun / "reference"))
+    found["loaded"] = save(worker, folder / "loaded")
     return found
+
+
+def save(worker: Any, folder: Path) -> dict[str, Any]:
+    saved = worker.save(str(folder / "policy"))
+    return named(saved, worker.save_reference(str(folder / "reference")))
+
+
+def named(policy: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    folders = {"policy": policy, "reference": reference}
+    return {f"{name}/{file}": e for name, files in folders.items() for file, e in files.items()}
 
 
 def full(worker: Any, folder: Path, rank: int) -> dict[str, Any]:
     error = OSError(errno.ENOSPC, "No space left on device") if rank == FULL else None
     with writing_after(error) as may_write:
-        worker.begin_save(str(folder / "full"))
+        worker.begin_save(str(folder / "full/policy"))
+        worker.begin_reference_save(str(folder / "full/reference"))
         learn(worker, 2)
         may_write.set()
         with pytest.raises(OSError) as caught:
             worker.end_saves()
     learn(worker, 3)
-    worker.begin_save(str(folder / "again"))
-    (again,) = worker.end_saves()
+    worker.begin_save(str(folder / "again/policy"))
+    worker.begin_reference_save(str(folder / "again/reference"))
+    again = named(*worker.end_saves())
     return {"errno": caught.value.errno, "said": caught.value.strerror, "again": again}
 
 
@@ -139,3 +157,4 @@ def writing_after(error: Exception | None = None) -> Iterator[threading.Event]:
 
 def learn(worker: Any, step: int) -> None:
     assert len(list(_step(worker, batch_of(step)))) == 2
+    worker.refresh_reference()
