@@ -95,6 +95,9 @@ class CheckpointConfig(Section):
     on_full: Literal["stop", "skip"] = "stop"
     """What to do if a disk has no room for a checkpoint. ``stop``: end the run. ``skip``: go on,
     and try again when the next one is due."""
+    asynchronous: bool = False
+    """Write a checkpoint while the run goes on. It counts once all of it is written, a step or more
+    later; the host memory of a rank holds a copy of what it writes until then."""
     storage: Literal["auto", "shared", "local"] = "auto"
     """Where the ranks of several nodes write. ``shared``: into the run's folder, which all nodes
     have to see. ``local``: each into its own node's folder of the same path. ``auto``: as it is

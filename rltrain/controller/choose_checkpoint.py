@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from rltrain.weights.architecture.decoder import Architecture
 
 
+PENDING = "checkpoint/pending"
+"""The metric that is 1 in the steps that end before the newest checkpoint is there."""
+
+
 @dataclass(frozen=True)
 class Choice:
     record: Record | None
@@ -103,7 +107,9 @@ def require(config: Config, choice: Choice) -> None:
         )
     every, rows = config.checkpoint.every, read_jsonl(Path(trainer.output_dir) / "metrics.jsonl")
     skipped = bool(rows and rows[-1].get("checkpoint/skipped"))  # the disk was full
-    if every and rows and rows[-1]["step"] >= every and not skipped:
+    # One that is written in the background is there before the next is begun.
+    first = 2 * every if rows and rows[-1].get(PENDING) else every
+    if every and rows and rows[-1]["step"] >= first and not skipped:
         raise ValueError(
             f"{start}, since its metrics go to step {rows[-1]['step']} and checkpoint.every="
             f"{every}, found none. Bring its checkpoints back, or {anew} [RL6014]"

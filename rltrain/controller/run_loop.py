@@ -15,10 +15,11 @@ from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import run_checkpoint as checkpoint
-from rltrain.controller.checkpoint_space import DiskFull, Planned, planned
+from rltrain.controller.checkpoint_space import Planned, planned
 from rltrain.controller.checkpoint_storage import Storage
 from rltrain.controller.checks.first_step import Check, block, require
 from rltrain.controller.checks.model_checks import read_model
+from rltrain.controller.choose_checkpoint import PENDING
 from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.node_gpus import gpu_listener
 from rltrain.controller.cluster.policy_group import PolicyGroup
@@ -29,7 +30,8 @@ from rltrain.controller.keep_best import Ranking
 from rltrain.controller.nonfinite import CODE, Guard, InHand, is_nonfinite, state_causes
 from rltrain.controller.restore_checkpoint import restore
 from rltrain.controller.resume_changes import settings_of
-from rltrain.controller.save_checkpoint import save, save_last
+from rltrain.controller.save_checkpoint import save_last
+from rltrain.controller.saver import Saver
 from rltrain.controller.speed import Speed
 from rltrain.data.loader import PromptLoader
 from rltrain.policy.types import Scored, Updated
@@ -112,9 +114,14 @@ class Loop(ABC):
         return {"prompts": self.prompts.state_dict()}
 
     def __post_init__(self) -> None:
-        self.skipped = int(self.start.state.get("skipped", 0))
-        """Checkpoints that found no room; see ``checkpoint.on_full``."""
         self.ranking = Ranking.of_run(self.config, self.start.after)
+        self.saver = Saver(
+            self.start.storage,
+            self.models,
+            lambda: self.planned.whole,
+            self.ranking.values,
+            int(self.start.state.get("skipped", 0)),
+        )
         self.guard = Guard(self.config, int(self.start.state.get("nonfinite_in_a_row", 0)))
         self.in_hand: InHand | None = None
         """What `take` has made of its step so far, once there is a batch."""
@@ -133,6 +140,9 @@ class Loop(ABC):
             self.take_steps()
         except KeyboardInterrupt:
             self.save_settled()
+            raise
+        except Exception:
+            self.saver.finish_after_error()
             raise
 
     def take_steps(self) -> None:
@@ -164,8 +174,7 @@ class Loop(ABC):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.tracker.log(step, metrics)
-        saved = [checkpoint.step_of(path) for path in checkpoint.checkpoints(self.run_dir)]
-        self.ranking.add(step, metrics, saved=saved)
+        self.ranking.add(step, metrics, saved=self.saver.steps)
 
     def finish_first(self) -> None:
         """The models change from now on: a signal waits until the checkpoint of the step is saved,
@@ -185,6 +194,7 @@ class Loop(ABC):
         if self.evaluator.is_due(step):
             with timer.phase("eval"):
                 metrics |= self.evaluator.evaluate(step)
+        metrics |= self.finish_written(timer)
         metrics |= timer.metrics()
         metrics |= self.speed.metrics(
             taken.batch,
@@ -239,7 +249,8 @@ class Loop(ABC):
             require(checks, step)
 
     def save(self, step: int, timer: StepTimer, metrics: dict[str, float]) -> None:
-        """Write what is due: a checkpoint, and after the last step its weights.
+        """Write what is due: a checkpoint, and after the last step its weights. One that was begun
+        before is finished if it is written, or if another is due.
 
         Args:
             metrics: of the step so far, kept for `complete`
@@ -249,58 +260,53 @@ class Loop(ABC):
         """
         settings, is_last = self.config.checkpoint, step == self.config.trainer.steps
         is_interrupted = settings.every > 0 and self._is_signalled()
-        if is_checkpoint_due(self.config, step) or is_interrupted:
+        is_due = is_checkpoint_due(self.config, step) or is_interrupted
+        if is_due or self.saver.pending is not None:
             with timer.phase("checkpoint"):
-                self.tracker.sync()  # of the steps before, no metrics may be lost any more
-                self.save_or_skip(step, metrics)
+                self.saver.finish(waits=is_due)
+                if is_due:
+                    self.tracker.sync()  # of the steps before, no metrics may be lost any more
+                    at_once = is_last or is_interrupted
+                    self.saver.save(step, self.kept(metrics), at_once=at_once)
             if settings.on_full == "skip":
-                metrics["checkpoint/skipped"] = float(self.skipped)
+                metrics["checkpoint/skipped"] = float(self.saver.skipped)
         if settings.last and is_last:
             with timer.phase("checkpoint"):
                 self.save_last(step)
 
+    def finish_written(self, timer: StepTimer) -> dict[str, float]:
+        """A checkpoint that was begun is finished if it is written. Returns metrics."""
+        if self.saver.pending is not None and not self.is_aside():
+            with signals_held(), timer.phase("checkpoint"):
+                self.saver.finish(waits=False)
+        settings = self.config.checkpoint
+        if not (settings.asynchronous and settings.every):
+            return {}
+        return {PENDING: float(self.saver.pending is not None)}
+
     def kept(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint keeps beside the models, and what `complete` needs."""
         about = {"model": self.start.model, "config": settings_of(self.config)}
-        kept = {"metrics": dict(metrics), "skipped": self.skipped}
+        kept = {"metrics": dict(metrics), "skipped": self.saver.skipped}
         return about | kept | self.guard.state() | self.state()
 
     def save_settled(self) -> None:
         """The run was interrupted: keep the steps since the last checkpoint."""
-        if self._settled is None or not self.config.checkpoint.every or self.is_aside():
+        if self._settled is None or not self.config.checkpoint.every:
             return
         step, kept = self._settled
-        saved = checkpoint.checkpoints(self.run_dir)
-        if saved and checkpoint.step_of(saved[-1]) >= step:
-            return
-        logger.info("saving step %d", step)
         try:
-            self.write(step, kept)
+            self.saver.finish()
+            if self.is_aside() or max(self.saver.steps, default=0) >= step:
+                return
+            logger.info("saving step %d", step)
+            self.saver.save(step, kept)
         except RuntimeError as error:
             logger.warning("no checkpoint of step %d: %s", step, error)
 
     def is_aside(self) -> bool:
         """Whether the memory of the models may be where they cannot be saved from."""
         return False
-
-    def save_or_skip(self, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            self.write(step, self.kept(metrics))
-        except DiskFull as error:
-            if self.config.checkpoint.on_full == "stop":
-                raise
-            self.skipped += 1
-            logger.warning(
-                "NO CHECKPOINT of step %d, %d left out so far (checkpoint.on_full=skip): %s",
-                step,
-                self.skipped,
-                error,
-            )
-
-    def write(self, step: int, kept: Mapping[str, Any]) -> None:
-        """The checkpoint of ``step``, with what it keeps beside the models."""
-        least, values = self.planned.whole, self.ranking.values
-        save(self.start.storage, step, self.models, kept, least, values)
 
     def save_last(self, step: int) -> None:
         least = self.planned.weights

@@ -32,6 +32,7 @@ from rltrain.policy.offload import (
 from rltrain.policy.optimizer import build_optimizer, take_step
 from rltrain.policy.passes.micro_batch import MicroBatch, cut
 from rltrain.policy.passes.passes import ModelOnMesh, Objective, Recorder, accumulate
+from rltrain.policy.rank_save import RankSave
 from rltrain.policy.types import Plan, Updated
 from rltrain.routing.links import FetchedObjects
 from rltrain.weights.architecture.decoder import Architecture
@@ -89,6 +90,8 @@ class MegatronWorker(ABC):
             total_updates=steps * config.trainer.mini_batches,
         )
         self.shard: Batch | None = None
+        self.saves: list[RankSave] = []
+        """Of a checkpoint that is written in the background, one for each of its folders."""
 
     def _load(self, *, ddp: bool) -> list[MegatronModule]:
         chunks = build_model(
@@ -217,6 +220,27 @@ class MegatronWorker(ABC):
         return checkpoint.save_model(
             folder, self.chunks, self.optimizer, self.learning_rate, self.mesh
         )
+
+    def begin_save(self, folder: str) -> None:
+        """As `save`, in the background: the model may change at once. Collective."""
+        model = (self.chunks, self.optimizer, self.learning_rate, self.mesh)
+        self.saves.append(checkpoint.begin_model(folder, *model))
+
+    def is_written(self) -> bool:
+        """Whether this rank has done what it can alone for what was begun, well or not."""
+        return all(save.is_written() for save in self.saves)
+
+    def end_saves(self) -> list[dict[str, ManifestEntry]]:
+        """Finish what was begun, in that order; see `RankSave.finish`. Collective."""
+        saves = self.saves
+        self.drop_saves()
+        for save in saves:
+            save.wait()  # none writes any more, also if one of them failed
+        return [save.finish() for save in saves]
+
+    def drop_saves(self) -> None:
+        """Finish nothing of what was begun. Its threads end by themselves."""
+        self.saves = []
 
     def upload(self, folder: str, url: str, names: Sequence[str]) -> None:
         """Copy these files of a local folder to the folder behind ``url``."""

@@ -4,7 +4,6 @@ The format is ``fully_reshardable``: a checkpoint of one layout can be loaded in
 contains pickles, so a folder is looked through before Megatron opens it, unless it is trusted.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from rltrain.config.durable import sync
 from rltrain.policy.megatron.mesh import Mesh
 from rltrain.policy.megatron.value_head import ValueHead
 from rltrain.policy.optimizer import LearningRate
-from rltrain.policy.sharded_save import all_or_none, save_sharded
-from rltrain.weights.huggingface.manifest import ManifestEntry, entries_of
+from rltrain.policy.rank_save import RankSave
+from rltrain.policy.sharded_save import stage
+from rltrain.weights.huggingface.manifest import ManifestEntry
 from rltrain.weights.huggingface.plain_checkpoint import check_runs_no_code
 
 _HEAD = "output_layer.weight"
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps", "weight_decay")
 """Of the optimizer's parameter groups; a checkpoint holds them, too."""
-_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
-"""The name of a file of tensors; torch.distributed.checkpoint puts the rank into it."""
 
 
 def save_model(
@@ -45,9 +42,24 @@ def save_model(
     Raises:
         OSError: on all ranks, where one could not write; all are usable afterwards.
     """
+    save = begin_model(folder, chunks, optimizer, learning_rate, mesh, in_background=False)
+    return save.finish()
+
+
+def begin_model(
+    folder: str,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    learning_rate: LearningRate,
+    mesh: Mesh,
+    *,
+    in_background: bool = True,
+) -> RankSave:
+    """As `save_model`, which ends with `RankSave.finish`; until then the model may change, if this
+    rank writes in the background. Collective."""
     state = _sharded_state(chunks, optimizer, mesh, is_loading=False)
     state["updates"] = learning_rate.update
-    return _save(state, folder, mesh)
+    return _begin(state, folder, mesh, in_background=in_background)
 
 
 def load_model(
@@ -88,25 +100,19 @@ def save_weights(
     folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh
 ) -> dict[str, ManifestEntry]:
     """As `save_model`, the parameters alone."""
-    return _save(_model_states(_bare(chunks), mesh), folder, mesh)
+    return begin_weights(folder, chunks, mesh, in_background=False).finish()
 
 
-def _save(state: dict[str, Any], folder: str, mesh: Mesh) -> dict[str, ManifestEntry]:
-    path = Path(folder)
-    save_sharded(state, path, content_metadata(mesh))
-    with all_or_none(path):
-        names = files_of_rank(folder, mesh.rank)
-        for written in (*(path / name for name in names), path, path.parent):
-            sync(written)
-        entries = entries_of(path, names)
-    return entries
+def begin_weights(
+    folder: str, chunks: Sequence[torch.nn.Module], mesh: Mesh, *, in_background: bool = True
+) -> RankSave:
+    """As `begin_model`, the parameters alone."""
+    return _begin(_model_states(_bare(chunks), mesh), folder, mesh, in_background=in_background)
 
 
-def files_of_rank(folder: str, rank: int) -> list[str]:
-    """Names of the files in ``folder`` that ``rank`` wrote; rank 0 writes what has no rank in its
-    name, too."""
-    by = {path.name: _OF_RANK.fullmatch(path.name) for path in Path(folder).iterdir()}
-    return sorted(name for name, of in by.items() if (int(of[1]) if of else 0) == rank)
+def _begin(state: dict[str, Any], folder: str, mesh: Mesh, *, in_background: bool) -> RankSave:
+    staged = stage(state, Path(folder), content_metadata(mesh), copies=in_background)
+    return RankSave(staged, mesh.rank, in_background=in_background)
 
 
 def load_weights(

@@ -6,18 +6,21 @@ collective until that times out. Here the same parts run in the same order, and 
 writes the ranks tell each other how it went: all of them raise, or none.
 
 A rank writes its files in threads. Megatron forks a process for each, and starts two more to bring
-their results back, which takes longer than writing a small model.
+their results back, which takes longer than writing a small model. Between the plan and the index of
+all tensors no rank needs another: that part can be done beside other work (`rank_save`).
 
 Read against megatron-core 0.16.1; other versions are refused.
 """
 
 import errno
+import inspect
 import io
 import queue
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,11 +68,47 @@ def all_or_none(folder: Path) -> Iterator[None]:
         raise OSError(next(iter(failed.values())).errno, "; ".join(shown) + more)
 
 
-def save_sharded(state: dict[str, Any], folder: Path, metadata: dict[str, Any]) -> None:
-    """Write ``state`` into ``folder``, which is empty or absent on each node. Collective.
+@dataclass
+class Staged:
+    """A save of which the ranks have made the plan, and each has its tensors on the host."""
+
+    folder: Path
+    strategy: "_Strategy"
+    buckets: Sequence[Any]
+    """By file, what this rank writes."""
+    transforms: list[Any]
+    results: Sequence[Any] = ()
+    """What was written, for the index of all tensors."""
+
+    def write(self) -> None:
+        """Write this rank's tensors, in any thread: no other rank takes part.
+
+        Raises:
+            Exception: as the thread that wrote them, an OSError with its error number.
+        """
+        self.results = _write_files(self.buckets, self.transforms)
+        self.buckets = ()
+
+    def finish(self) -> None:
+        """Write the index, once all ranks have written. Collective.
+
+        Raises:
+            OSError: as `stage`.
+        """
+        gathered = self.strategy.group.gather_object(list(self.results))
+        with all_or_none(self.folder):
+            if dist.get_rank() == 0:
+                self.strategy.writer.finish(self.strategy.metadata, gathered)
+                config = CheckpointingConfig(self.strategy.backend, self.strategy.version)
+                save_config(config, str(self.folder))
+
+
+def stage(state: dict[str, Any], folder: Path, metadata: dict[str, Any], *, copies: bool) -> Staged:
+    """Begin to write ``state`` into ``folder``, which is empty or absent on each node. Collective.
 
     Args:
         metadata: what `dist_checkpointing` calls ``content_metadata``
+        copies: whether ``state`` may change before all is written
 
     Raises:
         OSError: on all ranks, where one could not write; then all are ready for other calls.
@@ -87,13 +126,35 @@ def save_sharded(state: dict[str, Any], folder: Path, metadata: dict[str, Any]) 
     strategy = _Strategy("torch_dist", 1)
     with all_or_none(folder):  # the plans are exchanged first, then queues and processes made
         request = strategy.async_save(sharded, folder)
-    with all_or_none(folder):
-        results = strategy.write(request)
-    gathered = strategy.group.gather_object(results)
-    with all_or_none(folder):
-        if is_first:
-            strategy.writer.finish(strategy.metadata, gathered)
-            save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+        buckets, transforms = _on_host(request, strategy.writer.write_buckets or [], copies)
+    strategy.writer.write_buckets = None  # the model's own tensors, which nothing reads any more
+    return Staged(folder, strategy, buckets, transforms)
+
+
+def _on_host(
+    request: AsyncRequest, live: Sequence[Any], copies: bool
+) -> tuple[Sequence[Any], list[Any]]:
+    """What this rank writes, and how.
+
+    Args:
+        live: the same with the model's own tensors, of which those on a CPU are written as they are
+            unless there are to be copies
+    """
+    if request.async_fn is None:  # this rank has nothing to write
+        return [], []
+    assert request.preload_fn is not None
+    buckets = request.preload_fn()
+    if copies:
+        buckets = [
+            (file, key, (data, [_copied(item, old) for item, old in zip(own, of, strict=True)]))
+            for (file, key, (data, own)), (_, _, (_, of)) in zip(buckets, live, strict=True)
+        ]
+    return buckets, request.async_fn.args[0]
+
+
+def _copied(on_host: tuple[Any, torch.Tensor], live: tuple[Any, torch.Tensor]) -> Any:
+    item, tensor = on_host
+    return item, tensor.clone() if live[1].is_cpu else tensor
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -108,17 +169,6 @@ class _Strategy(TorchDistSaveShardedStrategy):
         self.writer, self.metadata, self.group = planned
         return super()._get_save_and_finalize_callbacks(writer, planned)
 
-    def write(self, request: AsyncRequest) -> list[Any]:
-        """Write this rank's tensors.
-
-        Raises:
-            Exception: as the thread that wrote them, an OSError with its error number.
-        """
-        if request.async_fn is None:  # this rank has nothing to write
-            return []
-        assert request.preload_fn is not None
-        return _write_files(request.preload_fn(), request.async_fn.args[0])  # on the host
-
 
 def _write_files(buckets: Sequence[Any], transforms: list[Any]) -> list[Any]:
     """Write the files of ``FileSystemWriterAsync.write_buckets`` and flush them.
@@ -126,14 +176,16 @@ def _write_files(buckets: Sequence[Any], transforms: list[Any]) -> list[Any]:
     Raises:
         Exception: the first that a file met; the others are written.
     """
+    if not buckets:
+        return []
     outcomes: queue.Queue[tuple[int, Any]] = queue.Queue()
+    # Without the decorator that stops garbage collection, in this process and not in a fork of it.
+    write_one = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
 
     def write(number: int) -> None:
         begun: queue.Queue[int] = queue.Queue()  # from which Megatron takes what it has done
         begun.put(number)
-        FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, buckets[number], outcomes, begun, use_fsync=True
-        )
+        write_one(transforms, number, buckets[number], outcomes, begun, use_fsync=True)
 
     with ThreadPoolExecutor(len(buckets)) as threads:
         for _ in threads.map(write, range(len(buckets))):

@@ -391,6 +391,11 @@ class PolicyWorker(MegatronWorker):
         assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
         return checkpoint.save_weights(folder, self.reference.chunks, self.mesh)
 
+    def begin_reference_save(self, folder: str) -> None:
+        """As `save_reference`, in the background; see `begin_save`. Collective."""
+        assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"
+        self.saves.append(checkpoint.begin_weights(folder, self.reference.chunks, self.mesh))
+
     def load_reference(self, folder: str) -> None:
         """Read what `save_reference` wrote. Collective."""
         assert self.reference is not None, "the reference was not built: algorithm.kl.coef is 0"

@@ -189,11 +189,20 @@ PERFORMANCE = (
     _seconds("engine_wake", "engines that share GPUs: taking their memory again"),
     _seconds("weight_sync", "handing the weights to the engine"),
     _seconds("eval", "evaluation"),
-    _seconds("checkpoint", "saving"),
+    _seconds(
+        "checkpoint",
+        "saving; with checkpoint.asynchronous what a step waits for it, not what is written beside",
+    ),
+    _performance(
+        "checkpoint/pending",
+        "1 if a checkpoint was begun and is not there yet as the step ends; with "
+        "checkpoint.asynchronous",
+        "-",
+    ),
     _performance(
         "checkpoint/skipped",
         "checkpoints of this run so far that were left out because a disk was full; in steps that "
-        "are to save one, with checkpoint.on_full=skip",
+        "are to begin or to end one, with checkpoint.on_full=skip",
         "-",
         better="lower",
     ),

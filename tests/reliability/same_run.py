@@ -7,7 +7,7 @@ from typing import Any
 
 from rltrain.tracking.jsonl import read_jsonl
 
-MEASURED = ("time/", "throughput/", "memory/", "rollout/weight_version")
+MEASURED = ("time/", "throughput/", "memory/", "rollout/weight_version", "checkpoint/pending")
 """Metrics that differ between such runs. A resumed one has new engines, which count syncs anew."""
 
 OWN = ("state.json", "/.metadata")

@@ -46,6 +46,12 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         more = in_folder(REFERENCE, self._call(lambda worker: worker.save_reference(folder)))
         return [{**files, **others} for files, others in zip(written, more, strict=True)]
 
+    def begin_save(self, checkpoint: Path) -> None:
+        super().begin_save(checkpoint)
+        if self._saves_reference:
+            folder = str(checkpoint / REFERENCE)
+            self._call(lambda worker: worker.begin_reference_save(folder))
+
     def load(self, checkpoint: Path) -> None:
         super().load(checkpoint)
         if self._saves_reference:

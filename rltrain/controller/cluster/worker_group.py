@@ -11,7 +11,7 @@ import ray
 import torch
 from torch import Tensor
 
-from rltrain.actors.failures import AwaitedCall, get_all
+from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.cluster.method_call import method_call
@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # the workers' classes import Megatron, which the controller 
     from rltrain.policy.offload import ModelPart
 
 logger = logging.getLogger(__name__)
+
+MOST_PAUSE_S = 1.0
+"""Between two questions whether a rank has written."""
 
 Worker = TypeVar("Worker", bound="MegatronWorker")
 R = TypeVar("R")
@@ -175,6 +178,51 @@ class WorkerGroup(Generic[Worker]):
         """
         folder = str(checkpoint / self.role)
         return in_folder(self.role, self._call(lambda worker: worker.save(folder)))
+
+    def begin_save(self, checkpoint: Path) -> None:
+        """As `save`, in the background: the model may change at once. `end_save` ends it."""
+        folder = str(checkpoint / self.role)
+        self._call(lambda worker: worker.begin_save(folder))
+
+    def is_written(self, limit_s: float | None = None) -> bool:
+        """Whether every rank has written what `begin_save` asked for, or has failed to.
+
+        Args:
+            limit_s: of the wait for their answers, where they may hang
+        """
+        method, refs = self._send(self._all_ranks, lambda worker, _: worker.is_written())
+        limit_s = self._timeout if limit_s is None else limit_s
+        return all(get_all(refs, AwaitedCall(self.role, method), limit_s))
+
+    def end_save(self) -> list[Written]:
+        """Wait for what `begin_save` began, and finish it.
+
+        Returns:
+            as `save`
+        """
+        # In short calls: how long they take is no measure of how long a rank writes.
+        until, pause_s = time.monotonic() + self._timeout, 0.01
+        while not self.is_written():
+            if time.monotonic() > until:
+                late = (
+                    f"expected the files of a checkpoint within {self._timeout:g} s, and a rank "
+                    "still writes: see its disk, or raise cluster.call_timeout_s"
+                )
+                raise ActorFailed("silent", f"{self.role}.end_save", late)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        return [
+            {
+                f"{name}/{file}": entry
+                for name, files in zip(self.folders, of_rank, strict=True)
+                for file, entry in files.items()
+            }
+            for of_rank in self._call(lambda worker: worker.end_saves())
+        ]
+
+    def drop_save(self) -> None:
+        """What `begin_save` began is not finished."""
+        self._call(lambda worker: worker.drop_saves())
 
     def upload(self, checkpoint: Path, url: str, written: "Sequence[Written]") -> None:
         """Every rank uploads what it wrote; see `MegatronWorker.upload`.

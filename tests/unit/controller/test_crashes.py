@@ -155,9 +155,26 @@ def tear(folder: Path) -> None:
             opened.write('{"step": 2, "reward/mean": "ä'.encode()[:-1])
 
 
+class Beside(Model):
+    """Has written what it was asked for in the step before, as it was then."""
+
+    def begin_save(self, checkpoint: Path) -> None:
+        self.begun = checkpoint, Group(self.value)
+        self.asked = 0
+
+    def is_written(self, limit_s: float | None = None) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def end_save(self) -> Any:
+        folder, group = self.begun
+        return group.save(folder)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("fault", "every"), [("kill", 1), ("torn line", 2), ("power cut", 1)])
 def test_metrics_of_every_step_are_there_once_whenever_a_run_ends(
-    fault: str, every: int, tmp_path: Path
+    fault: str, every: int, asynchronous: bool, tmp_path: Path
 ) -> None:
     kill_at, was_killed = 0, True
     while was_killed:
@@ -166,14 +183,14 @@ def test_metrics_of_every_step_are_there_once_whenever_a_run_ends(
         folder.mkdir()
         try:
             with disk.watched():
-                start_or_go_on(folder, every)
+                start_or_go_on(folder, every, Beside(), asynchronous=asynchronous)
         except Killed:
             was_killed = True
         if fault == "torn line":
             tear(folder)
         if fault == "power cut":
             disk.cut_power(folder)
-        start_or_go_on(folder, every)
+        start_or_go_on(folder, every, Beside(), asynchronous=asynchronous)
         check(folder)
     assert kill_at > 40
 
