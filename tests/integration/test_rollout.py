@@ -404,7 +404,8 @@ def test_calls_go_to_the_engine_that_has_room(
     assert len([d for d in Dispatcher(alone[:1], 99.0).run(calls, sampling, 0) if d]) == 40
     assert ray.get(alone[0].counts.remote())[0] > 4
     with pytest.raises(
-        RuntimeError, match=r"generate, engine 1, step 7: .* within 5 s, and 1 did not"
+        RuntimeError,
+        match=r"engine 1, step 7, 4 requests there, 0 queued: .* within 5 s, and 1 did not",
     ):
         list(Dispatcher(alone, 5.0).run(calls, sampling, 7))
     assert ray.get(alone[1].counts.remote()) == (4, 0, 4)
