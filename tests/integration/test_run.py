@@ -242,9 +242,9 @@ def check_same_end(straight: Any, resumed: Any, tmp_path: Path) -> None:
     load_with_transformers(exports[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "of_recipe"),
-    [("grpo_moe_r3", EXACT), pytest.param("ppo_moe_r3", STATEFUL, marks=pytest.mark.slow)],
+    ("recipe", "of_recipe"), [("grpo_moe_r3", EXACT), ("ppo_moe_r3", STATEFUL)]
 )
 def test_a_run_goes_on_by_itself_after_a_rank_was_killed(
     recipe: str, of_recipe: tuple[str, ...], start: Any, tmp_path: Path
