@@ -91,9 +91,13 @@ def supervise(config: Config, attempt: Callable[[Config, Restarts], None]) -> No
             )
 
 
-def lost_a_part(error: Exception) -> bool:
-    """Whether the error says that a process died, froze or has no usable weights; what a process
-    raised while it worked would most likely be raised again."""
-    if isinstance(error, ActorFailed):
-        return error.kind != "raised" or error.where.rpartition(".")[2] in SYNC
-    return isinstance(error, RayError)
+def lost_a_part(error: BaseException | None) -> bool:
+    """Whether the error, or what it followed from, says that a process died, froze or has no usable
+    weights; what a process raised while it worked would most likely be raised again."""
+    while error is not None:
+        if isinstance(error, ActorFailed):
+            return error.kind != "raised" or error.where.rpartition(".")[2] in SYNC
+        if isinstance(error, RayError):
+            return True
+        error = error.__cause__  # a checkpoint that could not be written says so in its own words
+    return False

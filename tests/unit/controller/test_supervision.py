@@ -118,6 +118,9 @@ def test_what_counts_as_a_loss(
 ) -> None:
     assert lost_a_part(ActorFailed(kind, where, "text")) == lost
     assert not lost_a_part(ValueError("a message"))
+    told = RuntimeError("checkpoint of step 3 not written")  # what followed from it
+    told.__cause__ = ActorFailed(kind, where, "text")
+    assert lost_a_part(told) == lost
 
 
 @given(st.lists(st.floats(0, 50), min_size=1), st.integers(1, 4), st.floats(1, 20))
