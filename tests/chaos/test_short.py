@@ -37,5 +37,5 @@ def test_a_run_that_loses_three_parts_ends_as_if_it_had_not(short_folder: Path) 
     assert all(row.bitwise and not row.left and not row.ended for row in rows), told
     assert [row.steps_lost for row in rows] == [0, 0, 0], told
     assert "engine 0" in engine.said, told
-    assert "policy worker 0" in rank.said and "from the checkpoint of step 2" in rank.said, told
+    assert "policy worker 0" in rank.said and "resumed after step 2" in rank.said, told
     assert "reward worker 0: its process was killed by SIGKILL" in worker.said, told

@@ -51,7 +51,8 @@ class Tracker:
 def evaluate(
     answers: Sequence[tuple[Any, Rollout]], step: int = 0, **reward: Any
 ) -> tuple[dict[str, float], list[Any]]:
-    reward = {"max_failed_fraction": 1.0, "num_workers": 1} | reward
+    patient = {"timeout_s": 120.0}  # machines are busy
+    reward = {"max_failed_fraction": 1.0, "num_workers": 1} | patient | reward
     config = Config.model_validate({"data": {"reward": reward}})
     problems = [Problem((1,), f"p{i}", answer) for i, (answer, _) in enumerate(answers)]
     greedy: Any = Greedy({f"p{i}": found for i, (_, found) in enumerate(answers)})

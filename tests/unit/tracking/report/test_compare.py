@@ -31,7 +31,7 @@ def _run(
     seed: int = 0,
 ) -> Path:
     folder.mkdir(parents=True)
-    noise = random.Random(f"{folder} {seed}")
+    noise = random.Random(f"{folder.name} {seed}")
     rows = [
         {
             "step": step,
