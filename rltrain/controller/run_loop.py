@@ -174,7 +174,8 @@ class Loop(ABC):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.tracker.log(step, metrics)
-        self.ranking.add(step, metrics, saved=self.saver.steps)
+        if self.config.checkpoint.keep_best:  # else nobody need look at the disk
+            self.ranking.add(step, metrics, saved=self.saver.steps)
 
     def finish_first(self) -> None:
         """The models change from now on: a signal waits until the checkpoint of the step is saved,

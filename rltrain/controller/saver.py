@@ -15,7 +15,7 @@ from rltrain.controller.checkpoint_storage import Storage
 from rltrain.controller.cluster.worker_group import WorkerGroup
 from rltrain.controller.pending_save import ANSWER_S, PendingSave
 from rltrain.controller.run_checkpoint import checkpoints, step_of
-from rltrain.controller.save_checkpoint import begin_save, finish_save
+from rltrain.controller.save_checkpoint import begin_save, finish_save, save
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,12 @@ class Saver:
             RuntimeError: as `save_checkpoint.save`, unless ``checkpoint.on_full`` skips it.
         """
         self.finish()
-        in_background = self.storage.config.asynchronous and not at_once
+        arguments = self.storage, step, self.models, kept, self.least()
         with self._may_skip(step):
-            self.pending = begin_save(
-                self.storage, step, self.models, kept, self.least(), in_background=in_background
-            )
-        if not in_background:
-            self.finish()
+            if self.storage.config.asynchronous and not at_once:
+                self.pending = begin_save(*arguments)
+            else:
+                save(*arguments, self.values)
 
     def finish(self, *, waits: bool = True) -> None:
         """Finish what is pending; unless this ``waits``, only if all of it is written.

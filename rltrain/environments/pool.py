@@ -151,7 +151,7 @@ class RewardPool:
                     f"{self._failed_starts} times in a row: {failure.detail} [RL2010]"
                 )
         waiting = list(worker.assigned)
-        blames_nobody = not waiting
+        is_blamed = False
         if waiting:
             # A worker that died before it began its first sample, or that wrote a message that was
             # not due, does not count against the sample, unless that happens twice: a sample
@@ -160,9 +160,8 @@ class RewardPool:
             is_its_fault = worker.has_begun and not worker.process.wrote_wrongly
             if is_its_fault or self._deaths[waiting[0]] == 2:
                 self._results[waiting.pop(0)] = failure
-            else:
-                blames_nobody = True
-        if blames_nobody:  # else the sample's result says it
+                is_blamed = True
+        if not is_blamed:  # else the sample's result says it
             logger.warning("reward worker %d: %s; another takes its place", slot, failure.detail)
         self._queue.extendleft(reversed(waiting))
         worker.process.kill()
