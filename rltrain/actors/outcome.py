@@ -1,4 +1,4 @@
-"""``outcome.json`` of a run whose process was killed, which could not write it itself."""
+"""``outcome.json`` of a run; a run whose process was killed cannot write it itself."""
 
 import fcntl
 import json
@@ -21,19 +21,20 @@ _LOCK = "hhqqi"
 """``struct flock`` of Linux: type, whence, start, length, process."""
 
 
+def record(run_dir: Path, state: str, step: int | None, error: str | None) -> None:
+    """Write how a run ended, after which step, and by which error."""
+    ended = datetime.now(UTC).isoformat(timespec="seconds")
+    outcome = {"state": state, "step": step, "error": error, "ended": ended}
+    write_durably(run_dir / OUTCOME, json.dumps(outcome, indent=2) + "\n")
+
+
 def write_killed(run_dir: Path, began: float) -> bool:
     """Write the outcome of a run that is gone, unless it has done so itself since ``began``, in
     seconds since 1970, or another run has the folder by now. Returns whether it was written."""
     file = run_dir / OUTCOME
     if is_locked(run_dir) or (file.exists() and file.stat().st_mtime >= began):
         return False
-    outcome = {
-        "state": "killed",
-        "step": _last_step(run_dir / "metrics.jsonl"),
-        "error": KILLED,
-        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    write_durably(file, json.dumps(outcome, indent=2))
+    record(run_dir, "killed", _last_step(run_dir / "metrics.jsonl"), KILLED)
     return True
 
 
@@ -54,7 +55,8 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def _last_step(file: Path) -> int | None:
-    """As `rltrain.tracking.tracker.last_step`; the last line may be torn."""
+    """As `rltrain.tracking.tracker.last_step`, which refuses a file with a broken line; here nobody
+    would see that."""
     lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
     for line in reversed(lines):
         try:

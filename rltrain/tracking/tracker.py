@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from rltrain.actors.call_limits import LIMITS
 from rltrain.actors.interrupts import signal_name
-from rltrain.actors.outcome import OUTCOME
+from rltrain.actors.outcome import OUTCOME, record
 from rltrain.config.durable import write_durably
 from rltrain.config.redact import Redactor, redacted, redacted_text
 from rltrain.config.trainer import TrackingConfig
@@ -265,13 +265,8 @@ def state_of(error: BaseException | None) -> State:
 
 def write_outcome(run_dir: Path, error: BaseException | None) -> None:
     """Write outcome.json: how a run ended, after which step, and by which error."""
-    outcome = {
-        "state": state_of(error),
-        "step": last_step(run_dir),
-        "error": None if error is None else redacted_text(_named(error), os.environ),
-        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    _write(run_dir / OUTCOME, json.dumps(outcome, indent=2))
+    said = None if error is None else redacted_text(_named(error), os.environ)
+    record(run_dir, state_of(error), last_step(run_dir), said)
 
 
 def last_step(run_dir: Path) -> int | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from rltrain.tracking.jsonl import read_jsonl
+from rltrain.tracking.tracker import last_step
 from tests.chaos.faults import DAMAGES, START, Fault, damage, inject, repair
 from tests.chaos.outcome import what_was_said
 
@@ -148,7 +148,7 @@ class Chain:
 
     def _take(self, phase: str, driver: int, connection: socket.socket) -> None:
         """The run waits at the start of a phase: meet what is due in it, and let it go on."""
-        step = self.last_step + 1
+        step = self.next_step
         if self._open is not None and step > self._open.step:
             self._close(self._open)
         due = self._waiting[0] if self._waiting and self._open is None else None
@@ -183,10 +183,10 @@ class Chain:
         self._open = None
 
     @property
-    def last_step(self) -> int:
-        file = self.run / "metrics.jsonl"
-        rows = read_jsonl(file) if file.is_file() else []
-        return int(rows[-1]["step"]) if rows else -1
+    def next_step(self) -> int:
+        """The one that has no row of metrics yet."""
+        last = last_step(self.run)
+        return 0 if last is None else last + 1
 
     def _left(self, before: set[str]) -> list[str]:
         """What is left of the run, once it has had `LEAVE_S`."""

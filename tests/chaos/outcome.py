@@ -1,15 +1,14 @@
 """What became of a run, beside one that nothing happened to."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from rltrain.cli.app import main as rltrain
 from rltrain.tracking.jsonl import read_jsonl
+from tests.reliability.same_run import row_differences
 
 MEASURED = ("time/", "throughput/", "memory/", "rollout/weight_version", "rollout/engine_restarts")
 """Beginnings of the names of metrics that two runs that do the same need not agree on."""
@@ -44,20 +43,12 @@ def is_same(run: Path, undisturbed: Path, work: Path) -> bool:
     Args:
         work: a folder for exports
     """
-    rows = [
-        [_lasting(row) for row in read_jsonl(folder / "metrics.jsonl")]
-        for folder in (run, undisturbed)
-    ]
     weights = [_weights(folder, work) for folder in (run, undisturbed)]
     return (
-        rows[0] == rows[1]
+        not list(row_differences(undisturbed, run, MEASURED))
         and weights[0].keys() == weights[1].keys()
         and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     )
-
-
-def _lasting(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.startswith(MEASURED)}
 
 
 def _weights(run: Path, work: Path) -> dict[str, torch.Tensor]:

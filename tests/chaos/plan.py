@@ -5,19 +5,15 @@ from dataclasses import dataclass, field
 
 from tests.chaos.driver import METRICS
 from tests.chaos.faults import DAMAGES, PHASES, PROCESSES, START, Fault
+from tests.tiny_run import SIZES, WARM_START
 
 STEPS = 9
 FIRST = 2
 """Step of the first fault: a checkpoint precedes it."""
 SMALL = (
     "+recipe=ppo_moe_r3",
-    "cluster.device=cpu",
-    "model.tiny.num_layers=2",
-    "model.tiny.hidden_size=64",
-    "model.tiny.expert_size=64",
-    "model.tiny.warm_start.steps=5",
-    "model.tiny.warm_start.batch_size=32",
-    "model.tiny.warm_start.num_problems=200",
+    *SIZES,
+    *WARM_START,
     "data.size=200",
     "data.eval_size=8",
     "data.reward.function=chaos_reward.score",

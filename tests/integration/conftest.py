@@ -16,13 +16,11 @@ import psutil
 import pytest
 
 from rltrain.tracking.jsonl import read_jsonl
+from tests.tiny_run import SIZES, WARM_START
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "cluster.device=cpu",
-    "model.tiny.num_layers=2",
-    "model.tiny.hidden_size=64",
-    "model.tiny.expert_size=64",
+    *SIZES,
     "data.size=200",
     "data.eval_size=32",
     "trainer.prompts_per_step=8",
@@ -30,9 +28,7 @@ SMALL = (
 )
 OF_RL = (
     "algorithm.group_size=4",
-    "model.tiny.warm_start.steps=5",
-    "model.tiny.warm_start.batch_size=32",
-    "model.tiny.warm_start.num_problems=200",
+    *WARM_START,
 )
 """What supervised runs have no use for, and so refuse."""
 LIMIT_S = 540.0

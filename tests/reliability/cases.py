@@ -7,15 +7,12 @@ a step than it trains on.
 
 from pathlib import Path
 
+from tests.tiny_run import SIZES, WARM_START
+
 STEPS = 6
 COMMON = (
-    "cluster.device=cpu",
-    "model.tiny.num_layers=2",
-    "model.tiny.hidden_size=64",
-    "model.tiny.expert_size=64",
-    "model.tiny.warm_start.steps=5",
-    "model.tiny.warm_start.batch_size=32",
-    "model.tiny.warm_start.num_problems=200",
+    *SIZES,
+    *WARM_START,
     "data.size=20",
     "data.eval_size=4",
     "data.reward.function=by_letters.score",

@@ -11,6 +11,7 @@ from rltrain.config.reference import Key, keys
 from rltrain.config.saved_config import load_config, save_config
 from rltrain.main import compose
 from tests.reliability import mutations
+from tests.unit.config.test_schema import nested
 
 ALL = list(keys())
 NUMBERS = (0, 1, 2, 3, 4, 8, 16, 64, 0.1, 0.5, 0.9, 1.0, 2.0, 1e-3)
@@ -82,17 +83,6 @@ def spelt(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def nested(dotted: dict[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in dotted.items():
-        *parents, last = name.split(".")
-        section = values
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return values
 
 
 def check_message(error: ConfigError) -> None:

@@ -18,21 +18,28 @@ index of the tensors' files, whose every byte is compared."""
 def differences(straight: Path, other: Path, last: int) -> list[str]:
     """Of two run folders: what differs, a line each; empty where nothing does to step ``last``."""
     return [
-        *_rows(straight, other),
+        *row_differences(straight, other),
         *_lines(straight, other, "rollouts.jsonl"),
         *_lines(straight, other, "samples.jsonl"),
         *(line for step in range(1, last + 1) for line in _checkpoints(straight, other, step)),
     ]
 
 
-def _rows(straight: Path, other: Path) -> Iterator[str]:
+def row_differences(
+    straight: Path, other: Path, measured: tuple[str, ...] = MEASURED
+) -> Iterator[str]:
+    """Of the metrics of all steps.
+
+    Args:
+        measured: beginnings of the names of those that are not compared
+    """
     rows = [read_jsonl(folder / "metrics.jsonl") for folder in (straight, other)]
     steps = [[row["step"] for row in of] for of in rows]
     if steps[0] != steps[1]:
         yield f"metrics.jsonl: rows of steps {steps[0]} and {steps[1]}"
         return
     for one, two in zip(*rows, strict=True):
-        names = {name for name in one | two if not name.startswith(MEASURED)}
+        names = {name for name in one | two if not name.startswith(measured)}
         for name in sorted(names):
             if _bits(one.get(name)) != _bits(two.get(name)):
                 yield f"step {one['step']}: {name} is {one.get(name)} and {two.get(name)}"
