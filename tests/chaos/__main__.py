@@ -1,6 +1,7 @@
 """Break runs in every way that is known, and write down what became of them.
 
     python -m tests.chaos [--only TEXT ...]      # run what has TEXT in its name, all without
+    python -m tests.chaos --with cluster.device=cuda rollout.enforce_eager=true     # on GPUs
     python -m tests.chaos --table            # write docs/reliability.md from what has been run
 
 Results are kept in ``build/chaos``, a file per run, so that some can be run again.
@@ -37,6 +38,10 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[""], help="run what has one of these in its name"
     )
+    parser.add_argument("--phases", nargs="+", help="only the faults in these")
+    parser.add_argument(
+        "--with", nargs="+", default=[], dest="overrides", help="overrides of every run"
+    )
     parser.add_argument("--table", action="store_true", help="only write the table")
     asked = parser.parse_args()
     is_well = True
@@ -44,9 +49,10 @@ def main() -> None:
         enter_namespace()
         # Of this run alone, so that what is left there is of its making.
         subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/shm"], check=True)
-        chosen = [one for text in asked.only for one in whole() if text in one.name]
+        planned = [one.restricted(asked.phases, asked.overrides) for one in whole()]
+        chosen = [one for text in asked.only for one in planned if one.faults and text in one.name]
         if not chosen:
-            sys.exit(f"--only: expected a part of one of {[one.name for one in whole()]}")
+            sys.exit(f"nothing to run; expected --only with a part of {[p.name for p in planned]}")
         with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as folder:
             reference = Reference(Path(folder))
             for planned in chosen:

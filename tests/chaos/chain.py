@@ -29,6 +29,8 @@ HANG_S = 900.0
 """Without any news for so long, a run hangs."""
 LEAVE_S = 30.0
 """How long what a run started may take to end after it."""
+LOG_END = 2000
+"""Characters of a log that the error of a run shows: the log itself is removed with the run."""
 MARK = "RLTRAIN_CHAOS"
 """Environment variable of all processes of a chain."""
 
@@ -101,7 +103,8 @@ class Chain:
             if status == 0:
                 break
             if self._open is None:
-                raise RuntimeError(f"the run ended by itself, with status {status}: see {self.log}")
+                end = self.log.read_text(errors="replace")[-LOG_END:]
+                raise RuntimeError(f"the run ended by itself, with status {status}:\n{end}")
             self._open.ended = self._open.ended or str(status)
             repair(self.run)
             fault = self.faults[len(self.rows) - 1]
@@ -122,7 +125,9 @@ class Chain:
         environment = os.environ | {
             MARK: str(self.folder),
             "TMPDIR": str(self.folder / "tmp"),
-            "PYTHONPATH": os.pathsep.join([str(self.folder.parent), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(self.folder.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+            ),
         }
         if self._waiting and self._waiting[0].phase == START:
             self.log.touch()

@@ -10,7 +10,14 @@ from rltrain.cli.app import main as rltrain
 from rltrain.tracking.jsonl import read_jsonl
 from tests.reliability.same_run import row_differences
 
-MEASURED = ("time/", "throughput/", "memory/", "rollout/weight_version", "rollout/engine_restarts")
+MEASURED = (
+    "time/",
+    "throughput/",
+    "memory/",
+    "gpu/",
+    "rollout/weight_version",
+    "rollout/engine_restarts",
+)
 """Beginnings of the names of metrics that two runs that do the same need not agree on."""
 LEVEL = re.compile(r"^(?:\S+ \S+ )?(?:ERROR|WARNING|rltrain:) ?")
 WENT_ON = re.compile(r"from the checkpoint of step \d+|resumed after step \d+")

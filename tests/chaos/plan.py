@@ -1,7 +1,7 @@
 """Which faults meet which runs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from tests.chaos.driver import METRICS
 from tests.chaos.faults import DAMAGES, PHASES, PROCESSES, START, Fault
@@ -49,7 +49,12 @@ class Planned:
 
     @property
     def name(self) -> str:
-        return self.faults[0].name
+        return self.faults[0].name if self.faults else ""
+
+    def restricted(self, phases: Sequence[str] | None, overrides: Sequence[str]) -> "Planned":
+        """Without the faults of other phases, and with more overrides."""
+        faults = tuple(one for one in self.faults if phases is None or one.phase in phases)
+        return replace(self, faults=faults, overrides=(*self.overrides, *overrides))
 
 
 def in_phases(who: str, what: str, phases: tuple[str, ...] = PHASES) -> tuple[Fault, ...]:

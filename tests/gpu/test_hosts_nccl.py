@@ -1,4 +1,4 @@
-"""Weights by NCCL over sockets, between two hosts that share one GPU.
+"""Weights by NCCL over sockets, between two hosts: each on a GPU of its own where there are two.
 
     python tests/gpu/test_hosts_nccl.py FOLDER [cuda|cpu]       # where there is no pytest
 
@@ -65,14 +65,16 @@ def member(rank: int, folder: Path, addresses: tuple[str, str], device_name: str
         file.with_suffix(".part").rename(file)
     while not file.exists():
         time.sleep(0.05)
-    device, began = torch.device(device_name, 0 if device_name == "cuda" else None), time.time()
+    number = min(rank, torch.cuda.device_count() - 1) if device_name == "cuda" else None
+    device, began = torch.device(device_name, number), time.time()
     at = Rendezvous.from_plain(json.loads(file.read_text()))
     try:
         group = BroadcastGroup(at, rank, device, LIMIT_S, LIMIT_S)
     except RendezvousFailed as error:
         return {"error": str(error), "seconds": time.time() - began}
     joined = time.time() - began
-    return {"interface": name, "join_seconds": joined} | transfer(rank, folder, group, device)
+    place = {"interface": name, "device": str(device), "join_seconds": joined}
+    return place | transfer(rank, folder, group, device)
 
 
 def transfer(rank: int, folder: Path, group: Any, device: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A run over two nodes that share one GPU: the policy on one, the engine on the other.
+"""A run over two nodes: the policy on one, the engine on the other. Each has a GPU of its own where
+there are two, else they share one.
 
     python tests/gpu/test_two_nodes.py FOLDER [name=value ...]       # where there is no pytest
 
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from rltrain.tracking.gpus import read_gpus
 from tests.hosts import ray_nodes
 from tests.hosts.namespaces import Host, host, switch, why_not
 
@@ -40,7 +42,10 @@ def run(folder: Path, overrides: tuple[str, ...] = ()) -> dict[str, object]:
     ray_nodes.RAY = str(ray_command(folder))
     with ExitStack() as stack:
         network = stack.enter_context(switch())
-        nodes = [with_packages(stack.enter_context(host(network, n, folder))) for n in (1, 2)]
+        nodes = [
+            with_packages(stack.enter_context(host(network, n + 1, folder)), gpu)
+            for n, gpu in enumerate(gpus_of_nodes())
+        ]
         address = f"{nodes[0].address}:{ray_nodes.PORT}"
         head = ["--head", f"--port={ray_nodes.PORT}", "--include-dashboard=false"]
         for node, place in zip(nodes, (head, [f"--address={address}"]), strict=True):
@@ -68,10 +73,14 @@ def crossed(out: Path, said: str) -> dict[str, object]:
     assert all(row["weights/bytes_between_nodes"] > 0 for row in rows[:-1])
     logs = "".join(file.read_text(errors="replace") for file in (out / "logs").glob("*.log"))
     assert "NET/Socket" in logs, "NCCL did not go over sockets"
+    samples = read_gpus(out / "gpus.csv")
+    nodes = sorted({(sample.node, sample.gpu) for sample in samples})
+    assert len({node for node, _ in nodes}) == 2, f"samples of GPUs are of {nodes} alone"
     shown = ("step", "routing/bytes_between_nodes", "weights/bytes_between_nodes", "mismatch/k3")
     return {
         "placement": [line for line in said.splitlines() if "placement: " in line],
         "steps": [{name: row[name] for name in shown if name in row} for row in rows],
+        "sampled (node, GPU)": nodes,
         "time/weight_sync": [row.get("time/weight_sync") for row in rows],
         "nccl": sorted(
             {line.partition("NCCL INFO ")[2] for line in logs.splitlines() if "NET/" in line}
@@ -87,12 +96,20 @@ def ray_command(folder: Path) -> Path:
     return command
 
 
-def with_packages(node: Host) -> Host:
-    """The host, where programs find what this process finds."""
+def gpus_of_nodes() -> tuple[int, int]:
+    """The GPU of each of the two."""
+    import torch
+
+    return 0, min(1, torch.cuda.device_count() - 1)
+
+
+def with_packages(node: Host, gpu: int) -> Host:
+    """The host, where programs find what this process finds, and this GPU alone."""
     kept = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
     found = ":".join([*paths, node.environment["PYTHONPATH"]])
-    return replace(node, environment={**node.environment, **kept, "PYTHONPATH": found})
+    kept |= {"PYTHONPATH": found, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    return replace(node, environment={**node.environment, **kept})
 
 
 if __name__ == "__main__":
