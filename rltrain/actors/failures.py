@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from signal import Signals
@@ -31,6 +31,8 @@ from rltrain.parallel.rendezvous import within
 
 POLL_S = 5.0
 """How often a wait checks whether another actor of the run has died."""
+WORK_S = 0.05
+"""How often a wait does the work of `meanwhile`."""
 FETCH_S = 60.0
 """Limit of the way of an answer that is there: to this process, from its own node."""
 GCS_S = 60.0
@@ -47,6 +49,7 @@ NODE_DIED = "node has died"
 """What Ray says of an actor on a node that was lost."""
 _KILLS_BEFORE = oom_kills()
 _spared: list[str] = []
+_work: list[Callable[[], None]] = []
 
 
 FACTOR = "cluster.phase_timeout_factor"
@@ -113,6 +116,33 @@ def sparing(*classes: str) -> Iterator[None]:
         _spared[:] = before
 
 
+@contextmanager
+def meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    """Within, this process does some work every ``WORK_S`` while it waits for actors. What the work
+    raises ends the wait."""
+    _work.append(work)
+    try:
+        yield
+    finally:
+        _work.remove(work)
+
+
+def _wait_some(refs: Sequence[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """As `ray.wait`, with the work of `meanwhile`, which may itself wait for actors."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = max(0.0, until - time.monotonic())
+        done, waiting = ray.wait(list(refs), timeout=min(left, WORK_S) if _work else left)
+        if done or left == 0:
+            return done, waiting
+        work, _work[:] = _work[:], []
+        try:
+            for one in work:
+                one()
+        finally:
+            _work[:] = work
+
+
 def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[Any]:
     """The answers of actors, in the order of ``refs``.
 
@@ -126,7 +156,7 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
     waiting, (call, limit_s) = list(refs), call.limited(timeout_s)
     while waiting:
         left = began + limit_s - time.time()
-        done, waiting = ray.wait(waiting, timeout=max(0.0, min(POLL_S, left)))
+        done, waiting = _wait_some(waiting, max(0.0, min(POLL_S, left)))
         for ref in done:
             try:
                 answers[ref] = ray.get(ref, timeout=FETCH_S)

@@ -159,7 +159,10 @@ def leave_in(run_dir: Path, told: Told, temp: RunTemp, began: float) -> None:
     if not told.closed:
         write_killed(run_dir, began)
     redactor = Redactor()
-    copy_ray_logs(temp.ray, run_dir, redactor)
+    try:
+        copy_ray_logs(temp.ray, run_dir, redactor)
+    except OSError as error:  # a full disk: the run has said so
+        sys.stderr.write(f"rltrain: Ray's logs were not all kept in {run_dir}: {error}\n")
     if told.closed or told.raylet is not None:  # else actors on other nodes may still write
         redact_logs(run_dir / "logs", redactor)
 

@@ -28,6 +28,8 @@ UNUSED_BY_SFT = (
     "tracking.num_samples",
     "tracking.rollouts_every",
     "trainer.check_weight_sync",
+    "trainer.max_staleness",
+    "trainer.schedule",
     "trainer.sync_every",
 )
 """Keys and sections that supervised steps do not use, except those in `USED_BY_SFT`."""
@@ -157,6 +159,16 @@ class Config(Section):
                 f"trainer.eval_every={every} is not a multiple of trainer.sync_every={sync}: "
                 "evaluations between two syncs would measure older weights than their step's; use "
                 f"eval_every={near or sync} or {near + sync}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def engines_that_run_ahead_share_no_gpu(self) -> Self:
+        if self.trainer.max_staleness and self.cluster.placement == "colocated":
+            raise ValueError(
+                f"trainer.max_staleness={self.trainer.max_staleness} generates while the policy "
+                "trains, and with cluster.placement=colocated the two take turns on their GPUs: "
+                "use cluster.placement=disaggregated, or trainer.max_staleness=0"
             )
         return self
 

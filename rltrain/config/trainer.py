@@ -37,6 +37,14 @@ class TrainerConfig(Section):
     sync_every: Positive = 1
     """Steps between weight syncs to the engines. With n, rollouts are off-policy by at most n - 1
     steps."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """How many steps the policy may be ahead of the weights that sampled a token it trains on. 0:
+    a step generates, then trains. 1: the engines generate the next batch while the policy trains
+    (docs/asynchronous.md). They need GPUs of their own. More lets engines with room begin further
+    batches while one waits for its longest responses."""
+    schedule: NotEmpty | None = None
+    """The schedule.jsonl of a run, to start every batch with weights of the same age again. null:
+    a batch is started when engines have room and no finished one waits."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do if a loss, a gradient norm or a log-probability is NaN or infinite. ``skip``:
     leave that update out, on all ranks, and go on. The batch is kept below ``steps/`` of the run's
@@ -66,6 +74,16 @@ class TrainerConfig(Section):
         if not re.fullmatch("never|auto|step:[1-9][0-9]*", resume):
             raise ValueError(f"expected never, auto or a step such as step:20, found {resume}")
         return resume
+
+    @model_validator(mode="after")
+    def rollouts_are_stale_for_one_reason(self) -> Self:
+        if self.max_staleness and self.sync_every > 1:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} generates ahead and syncs the weights after "
+                f"every step, and sync_every={self.sync_every} syncs them less often: use one of "
+                "the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def resuming_needs_a_fixed_folder(self) -> Self:

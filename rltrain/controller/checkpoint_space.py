@@ -14,6 +14,7 @@ from rltrain.config import Config
 from rltrain.config.durable import FULL
 from rltrain.config.policy import ParallelConfig
 from rltrain.controller.checkpoint_storage import Storage
+from rltrain.controller.checks.model_checks import read_model
 from rltrain.controller.cluster.disks import Disks
 from rltrain.controller.run_checkpoint import checkpoints
 from rltrain.planning.memory_terms import gib
@@ -76,6 +77,22 @@ def needed_by_disk(storage: Storage, nodes: Sequence[str], least: int) -> dict[s
         return dict(places)
     total = places.total() or least  # of other nodes, or below a URL
     return {disk: total * disks.count(disk) // len(disks) for disk in dict.fromkeys(disks)}
+
+
+def check_first_checkpoint(config: Config, storage: Storage, nodes: Sequence[str]) -> None:
+    """There is room for the checkpoint that a run writes next, before minutes go into its start.
+
+    Args:
+        nodes: of each rank
+
+    Raises:
+        DiskFull: there is not, and the run would end at its first checkpoint.
+    """
+    settings = config.checkpoint
+    if not settings.every or settings.on_full == "skip" or settings.url is not None:
+        return
+    needed = needed_by_disk(storage, nodes, planned(config, read_model(config)).whole)
+    check_free(storage.disks, storage.run_dir, needed, "the run's next checkpoint")
 
 
 def check_free(disks: Disks, folder: Path, needed: Mapping[str, int], what: str) -> None:

@@ -58,6 +58,9 @@ class EngineRestarts:
     start: Callable[[int, Any], tuple[Any, Any]]
     budget: Restarts
     colocated: bool
+    waits_for_sync: bool = False
+    """Whether requests may wait for the next weight sync, where the policy was updated since the
+    last one."""
     count: int = 0
     """Engines that were started again."""
     _started: dict[int, _Started] = field(default_factory=dict)
@@ -115,6 +118,8 @@ class EngineRestarts:
         Raises:
             ActorFailed: as `lost`, or the weights are gone.
         """
+        if not self.weight_sync.can_repeat and self.waits_for_sync:
+            return False
         if not self.weight_sync.can_repeat:
             engine, started = next(iter(self._started.items()))
             logger.error(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from rltrain.actors.failures import meanwhile
 from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.algorithms.kl import adapted_coef
 from rltrain.algorithms.mismatch import mismatch_metrics
@@ -21,9 +22,10 @@ from rltrain.controller.cluster.critic_group import CriticGroup
 from rltrain.controller.cluster.ray_cluster import Cluster
 from rltrain.controller.engine_restarts import EngineRestarts
 from rltrain.controller.nonfinite import InHand
+from rltrain.controller.pipeline import RolloutPipeline
 from rltrain.controller.rollout_rows import keeps_rollouts, rollout_rows
 from rltrain.controller.run_loop import Loop, Step
-from rltrain.controller.sampling import Sampled, Sampler
+from rltrain.controller.sampling import Sampled
 from rltrain.controller.weight_sync import WeightSync, check_weight_sync, is_sync_due
 from rltrain.policy.types import Agreement, Scored, Updated
 from rltrain.rollout.launch import EngineSpec
@@ -45,7 +47,7 @@ class Trainer(Loop):
     """GRPO (arXiv:2402.03300, algorithm 1) and its kin with routing replay (arXiv:2510.11370)."""
 
     arch: Architecture
-    sampler: Sampler
+    pipeline: RolloutPipeline
     spec: EngineSpec
     placed: Cluster
     weight_sync: WeightSync
@@ -62,8 +64,9 @@ class Trainer(Loop):
         return metrics if self.syncs(step) else {}
 
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
-        sampled, metrics = self.sampler.sample(step, timer)
-        metrics["rollout/staleness"] = float(step - 1 - self.synced_after)
+        sampled, metrics = self.pipeline.take(step, timer)
+        if self.pipeline.is_ahead:  # the engines go on until the weights are synced
+            self._in_step.enter_context(meanwhile(self.pipeline.work))
         batch, measured = self.fall_back(sampled.batch, sampled.names)
         metrics |= measured
         self.colocation.to_training(timer, will_sync=self.syncs(step))
@@ -74,7 +77,8 @@ class Trainer(Loop):
             self.tracker.links(step, "routes", self.policy.route_links)
             batch, scored = self.score(batch, step)
         with timer.phase("native_logprobs"):
-            measured, flipped = self.compare_with_native(batch, scored)
+            is_fresh = metrics["rollout/staleness_max"] == 0
+            measured, flipped = self.compare_with_native(batch, scored, is_fresh=is_fresh)
             metrics |= measured
         paired = None
         if self.config.algorithm.kl.coef > 0:
@@ -111,6 +115,9 @@ class Trainer(Loop):
     def hand_over(self, step: int, timer: StepTimer) -> dict[str, float]:
         """The engines' turn: with new weights, or with those they have."""
         metrics: dict[str, float] = {}
+        if self.pipeline.is_ahead:
+            with timer.phase("drain"):
+                self.pipeline.drain()
         if self.syncs(step):
             metrics = self.sync_weights(step, timer)
         else:
@@ -151,10 +158,15 @@ class Trainer(Loop):
         return batch.with_fields(old_logprobs=scored.logprobs), scored
 
     def compare_with_native(
-        self, batch: Batch, scored: Scored | None
+        self, batch: Batch, scored: Scored | None, *, is_fresh: bool
     ) -> tuple[dict[str, float], Tensor | None]:
         """How far the trainer is from the rollout: as trained and, on sampled steps, natively; and
-        which tokens are flipped, where that was measured."""
+        which tokens are flipped, where that was measured.
+
+        Args:
+            is_fresh: whether the rollout had the policy's weights. Older ones route otherwise for a
+                good reason, so no gate judges their routes.
+        """
         if scored is None:
             return {}, None
         assert batch.rollout_logprobs is not None
@@ -162,7 +174,7 @@ class Trainer(Loop):
         if scored.agreement is None:
             return mismatch_metrics(scored.logprobs, *compared), None
         native, wide = scored, {}
-        if self.config.routing_replay.mode == "r3":
+        if self.config.routing_replay.mode == "r3" and is_fresh:
             stages.check_overlap(
                 scored.agreement,
                 self.arch.experts_per_token,
@@ -170,7 +182,7 @@ class Trainer(Loop):
                 self.config.routing_replay.min_overlap,
             )
         if scored.agreement.flips:
-            wide = self.check_route_margins(batch, scored.agreement)
+            wide = self.check_route_margins(batch, scored.agreement, is_fresh=is_fresh)
         if self.config.routing_replay.mode == "r3":
             native = self.policy.score(routing="native", measure=True)
         assert native.agreement is not None
@@ -185,7 +197,9 @@ class Trainer(Loop):
         }
         return metrics, flipped
 
-    def check_route_margins(self, batch: Batch, agreement: Agreement) -> dict[str, float]:
+    def check_route_margins(
+        self, batch: Batch, agreement: Agreement, *, is_fresh: bool
+    ) -> dict[str, float]:
         """In mode ``r3``, end the run if the rollout's routes are systematically wrong.
 
         Raises:
@@ -195,7 +209,7 @@ class Trainer(Loop):
         replay = self.config.routing_replay
         noise = route_gate.noise_scales(agreement)
         flips = self.policy.wide_flips(route_gate.narrow_bins(agreement, noise))
-        if replay.mode == "r3":
+        if replay.mode == "r3" and is_fresh:
             wrong = route_gate.wrong_routes(batch, agreement, flips, self.arch.experts_per_token)
             if wrong is not None and replay.gate == "stop":
                 raise RuntimeError(
@@ -241,7 +255,7 @@ class Trainer(Loop):
             rows = rollout_rows(
                 sampled,
                 tracking.num_samples,
-                self.sampler.tokenizer,
+                self.pipeline.sampler.tokenizer,
                 trainer_logprobs=None if scored is None else scored.logprobs,
                 flipped=flipped,
             )
@@ -301,7 +315,7 @@ class Trainer(Loop):
         return self.colocation.colocated  # the interruption may have come while engines generated
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"kl_coef": self.kl_coef}
+        return super().state() | {"prompts": self.pipeline.cursor, "kl_coef": self.kl_coef}
 
     def sync_weights(self, step: int, timer: StepTimer) -> dict[str, float]:
         """Bring the weights after ``step`` into the engines, whose turn it is then."""
@@ -309,6 +323,7 @@ class Trainer(Loop):
         with self.colocation.weight_sync(timer):
             self.engine_restarts.complete()
             metrics = self.weight_sync.sync(self.config.rollout.dtype)
+        self.pipeline.synced(step, self.weight_sync.version)
         if self.config.trainer.check_weight_sync:
             options = self.placed.engine_options(0, log="fresh-engine")
             disks, node = self.start.storage.disks, self.placed.engine_nodes[0]

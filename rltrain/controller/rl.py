@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rltrain.algorithms.advantages import needs_critic
 from rltrain.config import Config
+from rltrain.controller.admission import make_schedule
+from rltrain.controller.checkpoint_space import check_first_checkpoint
 from rltrain.controller.checkpoint_storage import open_storage
 from rltrain.controller.cluster.colocation import Colocation
 from rltrain.controller.cluster.critic_group import CriticGroup
@@ -20,6 +22,7 @@ from rltrain.controller.engine_restarts import EngineRestarts
 from rltrain.controller.evaluation import Evaluator
 from rltrain.controller.find_checkpoint import find_checkpoint
 from rltrain.controller.loop import Trainer
+from rltrain.controller.pipeline import RolloutPipeline
 from rltrain.controller.run_data import RunData
 from rltrain.controller.run_loop import is_finished, open_tracker, resume
 from rltrain.controller.sampling import Sampler
@@ -51,10 +54,12 @@ def run(config: Config, data: RunData, progress: RunProgress, restarts: Restarts
         model_path = Path(config.model.path) if config.model.path else None
         tokenizer, problems = data.tokenizer, data.problems
         _check_engine_precision(config)
+        schedule = make_schedule(config.trainer)
         progress.phase("start_ray")
         placed = stack.enter_context(cluster(config))
         storage = open_storage(config, placed)
         found = find_checkpoint(config, storage)
+        check_first_checkpoint(config, storage, placed.policy_nodes)
         transport = choose_transport(config.rollout.weight_transfer, placed.placement)
         progress.phase("warm_start" if model_path is None else None)
         disks = disks_of(config, placed)
@@ -81,6 +86,7 @@ def run(config: Config, data: RunData, progress: RunProgress, restarts: Restarts
             partial(start_again, config, spec, placed),
             restarts,
             placed.placement.colocated,
+            waits_for_sync=config.trainer.max_staleness > 0,
         )
         generator = Generator(engines.actors, config, engine_restarts)
         prompts = PromptLoader(
@@ -96,9 +102,20 @@ def run(config: Config, data: RunData, progress: RunProgress, restarts: Restarts
         models: list[WorkerGroup] = [policy] if critic is None else [policy, critic]
         start = resume(config, storage, found, models, prompts)
         progress.phase("start_engines")
-        versions = {"engine": json.dumps(wait_until_ready()[0])}
+        capabilities = wait_until_ready()
+        versions = {"engine": json.dumps(capabilities[0])}
         tracker = stack.enter_context(open_tracker(config, placed, start.after, progress, versions))
         stack.enter_context(engine_restarts.sparing_others())
+        pipeline = RolloutPipeline(
+            sampler,
+            schedule,
+            tracker.schedule,
+            next_step=start.after + 1,
+            cursor=prompts.state_dict(),
+            capacity=sum(engine["max_num_seqs"] for engine in capabilities),
+            is_ahead=config.trainer.max_staleness > 0,
+        )
+        stack.callback(pipeline.close)
         Trainer(
             config,
             prompts,
@@ -109,7 +126,7 @@ def run(config: Config, data: RunData, progress: RunProgress, restarts: Restarts
             tracker,
             start,
             arch=arch,
-            sampler=sampler,
+            pipeline=pipeline,
             spec=spec,
             placed=placed,
             weight_sync=weight_sync,

@@ -1,8 +1,10 @@
 """A step's responses and their rewards; with dynamic sampling, until enough groups teach."""
 
 import logging
-from collections.abc import Sequence
+from collections import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +20,6 @@ from rltrain.environments.pool import RewardPool
 from rltrain.environments.reward_sample import RewardResult
 from rltrain.rollout.generator import Generator, ResponseGroup, build_batch
 from rltrain.rollout.requests import request_seed
-from rltrain.tracking.timers import StepTimer
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ class Sampled:
         )
 
 
+Sampling = abc.Generator[Literal["generate", "reward"], None, tuple[Sampled, dict[str, float]]]
+"""The sampling of one step, bit by bit: it yields what it waits for. What it returns are groups of
+judged responses, and what was seen of all of them."""
+
+
 @dataclass
 class Sampler:
     config: Config
@@ -49,23 +55,26 @@ class Sampler:
     pool: RewardPool
     tokenizer: Tokenizer
 
-    def sample(self, step: int, timer: StepTimer) -> tuple[Sampled, dict[str, float]]:
+    def sample(self, step: int, patience: Callable[[], float]) -> Sampling:
         """Groups of judged responses to the next prompts, and what was seen of all of them.
 
         With ``algorithm.dynamic_sampling`` groups of equal rewards go and further prompts come, for
         as many rounds as it allows. What teaches is then trained on, however little; where nothing
         does, no token is left in the loss.
+
+        Args:
+            patience: how many seconds it may wait for engines before it yields
         """
         dynamic = self.config.algorithm.dynamic_sampling.max_rounds
         wanted = self.config.trainer.prompts_per_step
         if not dynamic:
-            sampled = self._round(step, 0, timer)
+            sampled = yield from self._round(step, 0, patience)
             return sampled, self._metrics(sampled)
         rounds: list[Sampled] = []
         kept: list[Sampled] = []
         num_kept = 0
         for round in range(dynamic):
-            rounds.append(self._round(step, round, timer))
+            rounds.append((yield from self._round(step, round, patience)))
             rows = teaching_rows(rounds[-1].batch, wanted - num_kept)
             kept.append(rounds[-1].select(rows))
             num_kept += len(rows) // self.config.algorithm.group_size
@@ -96,34 +105,42 @@ class Sampler:
             metrics["rollout/aborted_groups"] = float(seen.num_aborted)
         return metrics
 
-    def _round(self, step: int, round: int, timer: StepTimer) -> Sampled:
-        """Rewards are computed while other responses are generated: the phase ``generate`` ends
-        with the last response, and ``reward`` is what is left then."""
+    def _round(
+        self, step: int, round: int, patience: Callable[[], float]
+    ) -> abc.Generator[Literal["generate", "reward"], None, Sampled]:
+        """Rewards are computed while other responses are generated: what it waits for is
+        ``generate`` up to the last response, and then ``reward`` for what is left."""
         problems = next(self.prompts)
         groups: list[ResponseGroup] = []
-        with timer.phase("generate"):
-            wanted = self.config.trainer.prompts_per_step
-            for group in self.generator.stream(problems, step, round, keep=wanted):
-                if group is not None:
-                    groups.append(group)
-                    problem = problems[group.index]
-                    self.pool.submit(rewarded_samples(self.tokenizer, problem, group.rollouts))
-                self.pool.poll()
-            order = sorted(range(len(groups)), key=lambda n: groups[n].index)
-            rollouts = [r for n in order for r in groups[n].rollouts]
-            batch = build_batch(rollouts, self.config.algorithm.group_size)
-        with timer.phase("reward"):
-            results = iter(self.pool.collect())
-            rewards = [[next(results) for _ in group.rollouts] for group in groups]
-            results_in_order = [result for n in order for result in rewards[n]]
-            batch = stages.with_rewards(
-                batch,
-                [result.value for result in results_in_order],
-                shuffle_seed=self._shuffle_seed(step, round),
-            )
+        judged: list[Sequence[int]] = []  # by group, what the pool calls its samples
+        wanted = self.config.trainer.prompts_per_step
+        for group in self.generator.stream(problems, step, round, wanted, patience):
+            if group is not None:
+                groups.append(group)
+                problem = problems[group.index]
+                samples = rewarded_samples(self.tokenizer, problem, group.rollouts)
+                judged.append(self.pool.submit(samples))
+            self.pool.poll()
+            if group is None:
+                yield "generate"
+        order = sorted(range(len(groups)), key=lambda n: groups[n].index)
+        rollouts = [r for n in order for r in groups[n].rollouts]
+        batch = build_batch(rollouts, self.config.algorithm.group_size)
+        yield "reward"
+        positions = [position for n in order for position in judged[n]]
+        while not self.pool.has(positions):
+            self.pool.wait(patience())
+            self.pool.poll()
+            yield "reward"
+        results = self.pool.collect(positions)
+        batch = stages.with_rewards(
+            batch,
+            [result.value for result in results],
+            shuffle_seed=self._shuffle_seed(step, round),
+        )
         names = [name for n in order for name in groups[n].names]
         prompts = [problems[groups[n].index] for n in order for _ in groups[n].names]
-        return Sampled(batch, names, prompts, results_in_order, len(problems) - len(groups))
+        return Sampled(batch, names, prompts, results, len(problems) - len(groups))
 
     def _shuffle_seed(self, step: int, round: int) -> int | None:
         """Of the control that must not learn; None where rewards stay where they belong."""

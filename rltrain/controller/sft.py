@@ -14,7 +14,7 @@ from rltrain.config import Config
 from rltrain.config.data import DataConfig
 from rltrain.config.durable import rename_durably, sync_all
 from rltrain.controller import stages, step_metrics
-from rltrain.controller.checkpoint_space import check_free, planned
+from rltrain.controller.checkpoint_space import check_first_checkpoint, check_free, planned
 from rltrain.controller.checkpoint_storage import open_storage
 from rltrain.controller.checks.first_step import Check, check_first_supervised_step
 from rltrain.controller.checks.precision_bounds import Precision, bound_for, trainer_precision
@@ -61,6 +61,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
     with cluster(config) as placed:
         storage = open_storage(config, placed)
         found = find_checkpoint(config, storage)
+        check_first_checkpoint(config, storage, placed.policy_nodes)
         check_imported_weights(config, storage.disks)
         if config.model.path is None:
             share_folder(storage.disks, path)

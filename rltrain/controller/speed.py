@@ -19,6 +19,9 @@ from rltrain.tracking.environment import resident_gib
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.mapping.rank_share import rank_parameters
 
+WAITING = ("generate", "reward", "drain")
+"""Phases in which the policy waits for rollouts."""
+
 
 def work_of(config: Config, arch: Architecture) -> Work:
     """What the model asks of a card."""
@@ -85,8 +88,10 @@ class Speed:
         }
         sampled = "rollout/num_response_tokens" in step
         if sampled:
-            generated = step["rollout/num_response_tokens"] / step["time/generate"]
+            generated = step["rollout/num_response_tokens"] / step["rollout/generate_seconds"]
             throughput["throughput/generated_tokens_per_second"] = generated
+            waited = sum(step.get(f"time/{phase}", 0.0) for phase in WAITING)
+            throughput["throughput/trainer_idle_fraction"] = waited / step["time/step"]
         if self.placement.num_gpus:
             per_gpu = per_second / self.placement.num_gpus
             throughput["throughput/tokens_per_second_per_gpu"] = per_gpu
@@ -103,7 +108,9 @@ class Speed:
         if sampled and tokens == batch.num_tokens and not step.get("rollout/aborted_groups"):
             decoding = self._decoding_seconds(batch, self.work, self.card)
             bound = tokens / (decoding + scoring + update) / self.placement.num_gpus
-            throughput["throughput/generate_over_bound"] = decoding / step["time/generate"]
+            throughput["throughput/generate_over_bound"] = (
+                decoding / step["rollout/generate_seconds"]
+            )
             throughput["throughput/bound_tokens_per_second_per_gpu"] = bound
         return throughput
 

@@ -53,7 +53,6 @@ class WeightSync:
     _connection: Connection | None = field(default=None, init=False)
     """Once the engines' workers are known and connected."""
     _version: int = field(default=0, init=False)
-    """Of the weights that were sent last."""
     _dtype: str | None = field(default=None, init=False)
     """Of the last sync, while the policy has the weights that it sent then."""
 
@@ -70,6 +69,11 @@ class WeightSync:
         metrics = self._stream(dtype)
         self._dtype = dtype
         return metrics
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were sent last."""
+        return self._version
 
     def outdate(self) -> None:
         """The policy's weights change."""

@@ -31,9 +31,9 @@ class RewardPool:
     """``config.num_workers`` processes, which start together and live as long as the run.
 
         for samples in arriving:
-            pool.submit(samples)
+            submitted += pool.submit(samples)
             pool.poll()                # as often as possible, so that no worker is idle
-        results = pool.collect()
+        results = pool.collect(submitted)
 
     A worker lives until the thread that made it ends, at the latest until its process does.
 
@@ -47,8 +47,9 @@ class RewardPool:
         self.config = config
         self._logs = logs
         self.success_at = config.success_at
-        self._samples: list[RewardInput] = []  # since the last ``collect``
-        self._lines: dict[int, str] = {}  # by position in _samples, of those without a result
+        self._count = 0  # samples submitted so far; their positions count them
+        self._samples: dict[int, RewardInput] = {}  # by position, of those not collected
+        self._lines: dict[int, str] = {}  # likewise
         self._queue: deque[int] = deque()  # positions of samples that no worker has
         self._results: dict[int, RewardResult] = {}
         # by position: workers that ended and may not have been ended by it
@@ -72,34 +73,45 @@ class RewardPool:
 
     def score(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         """The result of each sample, in order; raises as `submit` and `collect`."""
-        self.submit(samples)
-        return self.collect()
+        return self.collect(self.submit(samples))
 
-    def submit(self, samples: Sequence[RewardInput]) -> None:
+    def submit(self, samples: Sequence[RewardInput]) -> Sequence[int]:
         """Queue samples and start to score them.
+
+        Returns:
+            Their positions, by which `collect` knows them.
 
         Raises:
             ValueError: an answer or a column is not plain JSON; the message names it.
         """
-        for position, sample in enumerate(samples, len(self._samples)):
-            self._lines[position] = encode_sample(position, sample, self.config.text)
-            self._queue.append(position)
-        self._samples += samples
+        positions = range(self._count, self._count + len(samples))
+        numbered = list(zip(positions, samples, strict=True))
+        self._lines |= {n: encode_sample(n, sample, self.config.text) for n, sample in numbered}
+        self._samples |= dict(numbered)
+        self._queue.extend(positions)
+        self._count += len(samples)
         self.poll()
+        return positions
 
-    def collect(self) -> list[RewardResult]:
-        """Wait for the results of all samples submitted since the last ``collect``, in that order.
+    def has(self, positions: Sequence[int]) -> bool:
+        """Whether all of these samples have their results."""
+        return all(position in self._results for position in positions)
+
+    def collect(self, positions: Sequence[int]) -> list[RewardResult]:
+        """Wait for the results of these samples, each of which is collected once; in this order.
 
         Raises:
             RuntimeError: more than ``max_failed_fraction`` of them have no reward; the message
                 names the function, the first such sample and what happened.
         """
-        while len(self._results) < len(self._samples):
-            self._wait()
+        while not self.has(positions):
+            self.wait(LONGEST_WAIT_S)
             self.poll()
-        samples, results = self._samples, [self._results[i] for i in range(len(self._samples))]
-        self._samples, self._results, self._lines = [], {}, {}
-        self._deaths.clear()
+        for position in positions:
+            del self._lines[position]
+            self._deaths.pop(position, None)
+        samples = [self._samples.pop(position) for position in positions]
+        results = [self._results.pop(position) for position in positions]
         self._check_failures(samples, results)
         return results
 
@@ -137,10 +149,10 @@ class RewardPool:
     def _start(self, slot: int) -> PoolWorker:
         return PoolWorker(self.config, self._logs / f"reward-{slot}.log")
 
-    def _wait(self) -> None:
-        """Sleep until a worker sends a message or reaches its time limit."""
+    def wait(self, limit_s: float) -> None:
+        """Sleep until a worker sends a message or reaches its limit, at most ``limit_s``."""
         deadlines = [worker.deadline(self.config.timeout_s) for worker in self._workers]
-        seconds = min([d - time.monotonic() for d in deadlines] + [LONGEST_WAIT_S])
+        seconds = min([d - time.monotonic() for d in deadlines] + [limit_s])
         wait([worker.process for worker in self._workers], max(0.0, seconds))
 
     def _replace(self, slot: int, worker: PoolWorker, failure: RewardResult) -> None:
@@ -167,7 +179,9 @@ class RewardPool:
         worker.process.kill()
         self._workers[slot] = self._start(slot)
 
-    def _check_failures(self, samples: Sequence[RewardInput], results: list[RewardResult]) -> None:
+    def _check_failures(
+        self, samples: Sequence[RewardInput], results: Sequence[RewardResult]
+    ) -> None:
         failed = [i for i, result in enumerate(results) if result.status != "ok"]
         if not failed:
             return

@@ -21,7 +21,8 @@ def modes_to_try(config: Config) -> list[Mode]:
         )
     if wanted != "auto":
         return [wanted]
-    return ["disaggregated", "colocated"] if fits and config.engine_ranks else ["disaggregated"]
+    takes_turns = config.trainer.max_staleness == 0 and config.engine_ranks > 0
+    return ["disaggregated", "colocated"] if fits and takes_turns else ["disaggregated"]
 
 
 def count_gpus(config: Config, mode: Mode) -> int:

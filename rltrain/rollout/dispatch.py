@@ -4,7 +4,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -45,7 +45,7 @@ class Replacer(Protocol):
         """An engine died or is silent. Raises ``failure`` if it is not started again."""
 
     def try_join(self) -> bool:
-        """Have all engines that are away join, if they are ready; no engine may be generating.
+        """Have all engines that are away join, if they can now; no engine may be generating.
 
         Raises:
             ActorFailed: they cannot.
@@ -80,37 +80,59 @@ class Dispatcher:
         self.engines = engines
         self._timeout_s = timeout_s
         self._replacer = replacer or NoReplacer()
+        self._boards: list[Board] = []  # of the runs that have begun and not ended
+        self._since: dict[int, float] = {}  # see `Board`
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether an engine has calls of some run."""
+        return any(board.running for board in self._boards)
+
+    @property
+    def num_requests(self) -> int:
+        """That the engines have, of all runs."""
+        return sum(board.load.total() for board in self._boards)
 
     def run(
-        self, calls: Sequence[RequestBatch], sampling: SamplingParams, step: int
+        self,
+        calls: Sequence[RequestBatch],
+        sampling: SamplingParams,
+        step: int,
+        patience: Callable[[], float] = lambda: POLL_S,
     ) -> Generator[tuple[RequestBatch, list[Rollout]] | None, None, None]:
         """Every batch and its rollouts, in the order in which they finish. It yields None if none
-        finished for ``POLL_S``, so that the caller can do other work. Closing it aborts the rest.
+        finished for a moment, so that the caller can do other work. Several may run by turns.
+        Closing it aborts the rest.
+
+        Args:
+            patience: how many seconds that moment may last
 
         Raises:
             ActorFailed: naming the engine that raised, or that died or is silent and is not
                 replaced.
         """
         began, limit_s = time.monotonic(), LIMITS.limit(ALL, self._timeout_s)
-        board = Board(deque(calls), len(self.engines), self._max_requests(calls, step))
+        most = self._max_requests(calls, step)
+        board = Board(deque(calls), len(self.engines), most, self._since)
+        self._boards.append(board)
         lost = False
         try:
             while board.waiting or board.running:
                 self._send(board, sampling)
                 if not board.running:
-                    if not self._replacer.try_join():
+                    if self.is_generating or not self._replacer.try_join():
                         check_nodes(AwaitedCall("rollout", "start"))
-                        time.sleep(POLL_S)
+                        time.sleep(patience())
                     yield None
                     continue
-                ready, _ = ray.wait(list(board.running), timeout=POLL_S)
+                ready, _ = ray.wait(list(board.running), timeout=patience())
                 for ref in ready:
                     one = board.running[ref]
                     try:
                         rollouts: list[Rollout] = self._get(ref, one.engine, step)
                     except ActorFailed as failure:
                         lost = True
-                        self._lose(board, one.engine, failure)
+                        self._lose(one.engine, failure)
                         continue
                     board.answered(ref)
                     yield one.call, rollouts
@@ -120,6 +142,7 @@ class Dispatcher:
             if not lost:  # no engine is silent for longer than all of it takes
                 LIMITS.took(ALL, time.monotonic() - began)
         finally:
+            self._boards.remove(board)
             self._abort(board.running)
 
     def _send(self, board: Board, sampling: SamplingParams) -> None:
@@ -128,11 +151,12 @@ class Dispatcher:
             ref = self.engines[engine].generate.remote(call.requests, sampling, name)
             board.sent(ref, Running(call, engine, name))
 
-    def _lose(self, board: Board, engine: int, failure: ActorFailed) -> None:
+    def _lose(self, engine: int, failure: ActorFailed) -> None:
         if failure.kind == "raised":
             raise failure
         self._replacer.lost(engine, failure)
-        board.take_back(engine)
+        for each in self._boards:
+            each.take_back(engine)
 
     def _lose_silent(self, board: Board, limit_s: float, step: int) -> bool:
         """Whether an engine was."""
@@ -142,7 +166,7 @@ class Dispatcher:
             if time.monotonic() - board.since[engine] > limit_s:
                 wait = _wait(engine, step, learned=limit_s < self._timeout_s)
                 wait = wait._replace(method=f"{wait.method}, {board.describe(engine)}")
-                self._lose(board, engine, timeout_failure(wait, 1, 1, limit_s))
+                self._lose(engine, timeout_failure(wait, 1, 1, limit_s))
                 found = True
         return found
 

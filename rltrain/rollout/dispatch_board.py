@@ -31,17 +31,18 @@ class Board:
 
     Args:
         max_requests: the number of requests from which on an engine gets no further call
+        since: by engine, when it last answered, or got work after having none; boards that share
+            engines share it
     """
 
     waiting: deque[RequestBatch]
     num_engines: int
     max_requests: float
+    since: dict[int, float] = field(default_factory=dict)
     running: dict[Any, Running] = field(default_factory=dict)
     """By reference to the answer."""
     load: Counter[int] = field(default_factory=Counter)
     """Requests that each engine has."""
-    since: dict[int, float] = field(default_factory=dict)
-    """By engine, when it last answered, or got work after having none."""
 
     def place(self, away: Collection[int] = ()) -> tuple[RequestBatch, int] | None:
         """Take the first call that an engine has room for, and the engine. None: nothing can be

@@ -1,7 +1,7 @@
 """Prompts in, groups of responses out as they finish, and the batch they make."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -12,7 +12,7 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.rollout.dispatch import Dispatcher, Replacer
+from rltrain.rollout.dispatch import POLL_S, Dispatcher, Replacer
 from rltrain.rollout.dispatch_board import RequestBatch
 from rltrain.rollout.requests import Prompt, Request, Rollout, SamplingParams, request_seed
 from rltrain.routing.align import last_rows
@@ -60,19 +60,36 @@ class Generator:
             stop=tuple(cfg.rollout.stop),
         )
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether an engine has requests."""
+        return self._dispatcher.is_generating
+
+    @property
+    def num_requests(self) -> int:
+        """That the engines have."""
+        return self._dispatcher.num_requests
+
     def stream(
-        self, problems: Sequence[Prompt], step: int, round: int = 0, keep: int | None = None
+        self,
+        problems: Sequence[Prompt],
+        step: int,
+        round: int = 0,
+        keep: int | None = None,
+        patience: Callable[[], float] = lambda: POLL_S,
     ) -> Iterator[ResponseGroup | None]:
         """G responses to each problem, group by group as they finish. It yields None if none has
-        finished for a moment, so that the caller can do other work.
+        finished for a moment, so that the caller can do other work. Several streams may go on by
+        turns.
 
         Args:
             round: the step's round of generation, from 0; a problem gets other samples in each
             keep: stop after this many groups and abort the others; None: keep all
+            patience: how many seconds that moment may last
         """
         num_samples = self._sampling.num_samples
         groups = make_requests(problems, num_samples, self._run_seed, step, round=round)
-        return self._run(groups, self._sampling, step, keep or len(groups))
+        return self._run(groups, self._sampling, step, keep or len(groups), patience)
 
     def greedy(self, problems: Sequence[Prompt]) -> list[Rollout]:
         """The greedy response to each problem, without log-probabilities or routes."""
@@ -81,10 +98,15 @@ class Generator:
         return [r for group in sorted(finished, key=lambda g: g.index) for r in group.rollouts]
 
     def _run(
-        self, groups: Sequence[Sequence[Request]], sampling: SamplingParams, step: int, keep: int
+        self,
+        groups: Sequence[Sequence[Request]],
+        sampling: SamplingParams,
+        step: int,
+        keep: int,
+        patience: Callable[[], float] = lambda: POLL_S,
     ) -> Iterator[ResponseGroup | None]:
         calls = self._calls(groups, alone=keep < len(groups))
-        with closing(self._dispatcher.run(calls, sampling, step)) as results:
+        with closing(self._dispatcher.run(calls, sampling, step, patience)) as results:
             for result in results:
                 if result is None:
                     yield None

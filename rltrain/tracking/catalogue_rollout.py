@@ -287,7 +287,31 @@ ROLLOUT = (
         "groups",
     ),
     _rollout(
-        "rollout/staleness", "steps trained since the engine was last given weights", "-", "steps"
+        "rollout/staleness",
+        "mean age of the weights that sampled a token: how many steps the policy is ahead of them",
+        "response tokens",
+        "steps",
+    ),
+    _rollout("rollout/staleness_max", "the same of the oldest token", "-", "steps"),
+    _rollout(
+        "rollout/batches_ready",
+        "batches of later steps that were finished when the step's own was taken; with "
+        "trainer.max_staleness",
+        "-",
+        "batches",
+    ),
+    _rollout(
+        "rollout/generate_seconds",
+        "from the first request of the step's batch to its last response",
+        "-",
+        "s",
+    ),
+    _rollout(
+        "rollout/engines_busy_fraction",
+        "of the time since the step before took its batch, that in which an engine had requests of "
+        "some batch",
+        "-",
+        better="higher",
     ),
     _rollout(
         "rollout/engine_restarts",

@@ -174,7 +174,9 @@ def _seconds(phase: str, work: str) -> Metric:
 
 
 PERFORMANCE = (
-    _seconds("generate", "sampling the responses"),
+    _seconds(
+        "generate", "waiting for responses; with trainer.max_staleness they may be there already"
+    ),
     _seconds("reward", "computing the rewards that are missing after the last response"),
     _seconds("engine_sleep", "engines that share GPUs: freeing their memory for training"),
     _seconds("onload", "policy and critic back from host memory, where engines share GPUs"),
@@ -187,6 +189,10 @@ PERFORMANCE = (
     _seconds("critic_update", "the same of the critic"),
     _seconds("offload", "policy and critic to host memory, where engines share GPUs"),
     _seconds("engine_wake", "engines that share GPUs: taking their memory again"),
+    _seconds(
+        "drain",
+        "before a weight sync, waiting until no engine generates; with trainer.max_staleness",
+    ),
     _seconds("weight_sync", "handing the weights to the engine"),
     _seconds("eval", "evaluation"),
     _seconds(
@@ -228,8 +234,8 @@ PERFORMANCE = (
     ),
     _performance(
         "throughput/generated_tokens_per_second",
-        "response tokens / time/generate",
-        "time/generate",
+        "response tokens / rollout/generate_seconds",
+        "rollout/generate_seconds",
         "tokens/s",
         better="higher",
     ),
@@ -248,10 +254,17 @@ PERFORMANCE = (
         "tokens/s",
     ),
     _performance(
+        "throughput/trainer_idle_fraction",
+        "(time/generate + time/reward + time/drain) / time/step: the policy waits for rollouts",
+        "time/step",
+        better="lower",
+    ),
+    _performance(
         "throughput/generate_over_bound",
-        "seconds that decoding needs at the card's memory bandwidth and peak / time/generate; left "
-        "out where dynamic sampling or over-sampling left responses out",
-        "time/generate",
+        "seconds that decoding needs at the card's memory bandwidth and peak / "
+        "rollout/generate_seconds; left out where dynamic sampling or over-sampling left responses "
+        "out",
+        "rollout/generate_seconds",
         better="higher",
     ),
     _performance(

@@ -3,8 +3,8 @@
 The files come first, and their errors end the run. Other trackers get copies.
 
 The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, links.jsonl,
-alerts.jsonl, outcome.json, report.html and, on GPUs, gpus.csv; the report is written from these and
-config.yaml alone, also when the run failed.
+schedule.jsonl, alerts.jsonl, outcome.json, report.html and, on GPUs, gpus.csv; the report is
+written from these and config.yaml alone, also when the run failed.
 """
 
 import json
@@ -88,6 +88,7 @@ class Tracker:
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl", first_step)
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl", first_step)
         self._links = JsonlWriter(run_dir / "links.jsonl", first_step)
+        self._schedule = JsonlWriter(run_dir / "schedule.jsonl", first_step)
         self._alerts = JsonlWriter(run_dir / "alerts.jsonl", first_step)
         rows, raised = (read_jsonl(run_dir / f"{name}.jsonl") for name in ("metrics", "alerts"))
         self.lacks_row = first_step > 0 and all(row["step"] != first_step - 1 for row in rows)
@@ -96,7 +97,8 @@ class Tracker:
         samples_from = first_step - 1 if self.lacks_row else first_step
         self._samples = JsonlWriter(run_dir / "samples.jsonl", samples_from)
         # The metrics last: their row says that a step has all its lines.
-        self._writers = [self._rollouts, self._links, self._alerts, self._samples, self._metrics]
+        others = [self._rollouts, self._links, self._schedule, self._alerts, self._samples]
+        self._writers = [*others, self._metrics]
         self._watch = Watch(tracking.alerts, rows, raised)
         self._copies = start_copies(run_dir, tracking, redacted(config), first_step)
         self._progress = progress or ProgressLines(num_steps)
@@ -160,6 +162,10 @@ class Tracker:
         """
         for (source, to), size in by_link.items():
             self._links.write(step, {"what": what, "from": source, "to": to, "bytes": size})
+
+    def schedule(self, step: int, event: Mapping[str, Any]) -> None:
+        """Keep when the batch of a step was started, or that it was trained on."""
+        self._schedule.write(step, event)
 
     def _copy_table(self, step: int, table: str, rows: Rows) -> None:
         if rows:

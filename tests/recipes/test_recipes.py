@@ -64,6 +64,7 @@ def test_an_option_composes_and_validates(group: str, option: str) -> None:
     ("recipe", "advantage", "loss", "mode"),
     [
         ("grpo_moe_r3", "grpo", "ppo", "r3"),
+        ("grpo_moe_r3_async", "grpo", "ppo", "r3"),
         ("grpo_moe_r2", "grpo", "ppo", "r2"),
         ("grpo_moe_off", "grpo", "ppo", "off"),
         ("dr_grpo_moe_r3", "dr_grpo", "ppo", "r3"),
@@ -92,6 +93,15 @@ def test_the_three_grpo_recipes_differ_in_replay_alone() -> None:
         for mode in ("r3", "r2", "off")
     )
     assert r3 == r2 == off
+
+
+def test_the_asynchronous_recipe_differs_in_what_it_is_named_for() -> None:
+    plain, ahead = (compose([f"+recipe=grpo_moe_r3{end}"]).model_dump() for end in ("", "_async"))
+    assert ahead["trainer"].pop("max_staleness") == 1 and ahead["algorithm"].pop("correction")
+    for config in (plain, ahead):
+        config["trainer"].pop("max_staleness", None)
+        config["algorithm"].pop("correction", None)
+    assert plain == ahead
 
 
 def test_no_file_repeats_a_default() -> None:

@@ -75,6 +75,16 @@ IMPOSSIBLE = [
         "eval_every=8 or 12",
         "evaluations fall on weight syncs",
     ),
+    (
+        {"trainer.max_staleness": 1, "trainer.sync_every": 2},
+        "use one of the two",
+        "rollouts are stale for one reason",
+    ),
+    (
+        {"trainer.max_staleness": 1, "cluster.placement": "colocated"},
+        "use cluster.placement=disaggregated",
+        "engines that run ahead share no gpu",
+    ),
     ({"rollout.stop": [""]}, "'' is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a\ufffd"]}, "is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a", "b", "a"]}, "stands there twice", "stop strings differ"),

@@ -17,6 +17,7 @@ from rltrain.actors.failures import ActorFailed
 from rltrain.config import Config
 from rltrain.controller.checkpoint_space import (
     DiskFull,
+    check_first_checkpoint,
     check_free,
     is_full,
     needed_by_disk,
@@ -190,3 +191,28 @@ class Full(Model):
 def test_a_run_that_cannot_keep_its_last_weights_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskFull, match=r"step 3 not written to .*last"):
         start_or_go_on(tmp_path, 1, Full(), on_full="skip")
+
+
+def test_a_run_without_room_for_a_checkpoint_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_on(free: int, **checkpoint: Any) -> None:
+        monkeypatch.setattr(node_files, "free_bytes", lambda folder: free)
+        config = Config.model_validate(
+            {
+                "checkpoint": checkpoint,
+                "model": {"cache_dir": str(tmp_path / "models")},
+                "policy": {"precision": {"params": "fp32"}},
+            }
+        )
+        at = storage(tmp_path, **checkpoint)
+        check_first_checkpoint(config, at, [at.driver])
+
+    with pytest.raises(
+        DiskFull, match="^the run's next checkpoint: expected room .* 0.00 GiB .9 bytes. free"
+    ):
+        start_on(9, every=1)
+    start_on(2**40, every=1)
+    start_on(9)  # none is ever written
+    start_on(9, every=1, on_full="skip")
+    start_on(9, every=1, url="memory://run")

@@ -112,11 +112,13 @@ def trainer(flips: WideFlips, **replay: str) -> Trainer:
 
 def test_wrong_routes_end_a_run_that_replays_them() -> None:
     with pytest.raises(RuntimeError, match=r"sample 17 of 64.*routing_replay\.gate=warn"):
-        trainer(wide(17), mode="r3").check_route_margins(batch(), agreement())
+        trainer(wide(17), mode="r3").check_route_margins(batch(), agreement(), is_fresh=True)
 
 
 def test_or_are_logged_where_the_run_is_to_warn(caplog: pytest.LogCaptureFixture) -> None:
-    found = trainer(wide(17), mode="r3", gate="warn").check_route_margins(batch(), agreement())
+    found = trainer(wide(17), mode="r3", gate="warn").check_route_margins(
+        batch(), agreement(), is_fresh=True
+    )
     assert "sample 17 of 64" in caplog.text
     assert found["routing/wide_flip_fraction"] > 0
 
@@ -125,5 +127,10 @@ def test_or_are_logged_where_the_run_is_to_warn(caplog: pytest.LogCaptureFixture
 def test_routes_that_are_not_replayed_are_measured_alone(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = trainer(wide(17), mode=mode).check_route_margins(batch(), agreement())
+    found = trainer(wide(17), mode=mode).check_route_margins(batch(), agreement(), is_fresh=True)
+    assert found["routing/wide_flip_fraction"] > 0 and not caplog.text
+
+
+def test_routes_of_older_weights_are_not_judged(caplog: pytest.LogCaptureFixture) -> None:
+    found = trainer(wide(17), mode="r3").check_route_margins(batch(), agreement(), is_fresh=False)
     assert found["routing/wide_flip_fraction"] > 0 and not caplog.text

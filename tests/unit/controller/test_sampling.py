@@ -15,11 +15,10 @@ import torch
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller import sampling
-from rltrain.controller.sampling import Sampler, teaching_rows
+from rltrain.controller.sampling import Sampled, Sampler, teaching_rows
 from rltrain.environments.reward_sample import RewardResult
 from rltrain.rollout.generator import ResponseGroup
 from rltrain.rollout.requests import Rollout
-from rltrain.tracking.timers import StepTimer
 
 G, WANTED = 2, 3
 
@@ -33,7 +32,7 @@ class Answers:
     asked: list[int] = field(default_factory=list)
 
     def stream(
-        self, problems: Any, step: int, round: int, keep: int
+        self, problems: Any, step: int, round: int, keep: int, patience: Any
     ) -> Iterator[ResponseGroup | None]:
         self.asked.append(round)
         finished = self.order[:keep] or range(len(problems))
@@ -54,16 +53,24 @@ class Pool:
     rewards: Sequence[Sequence[tuple[float | None, float | None]]]
     submitted: list[int] = field(default_factory=list)
     polls: int = 0
+    waits: list[float] = field(default_factory=list)
 
-    def submit(self, tokens: Sequence[int]) -> None:
+    def submit(self, tokens: Sequence[int]) -> Sequence[int]:
         self.submitted += tokens
+        return range(len(self.submitted) - len(tokens), len(self.submitted))
 
     def poll(self) -> None:
         self.polls += 1
 
-    def collect(self) -> list[RewardResult]:
-        found = [self.rewards[t // 100][t % 100 // 2 // G][t // 2 % G] for t in self.submitted]
-        self.submitted = []
+    def has(self, positions: Sequence[int]) -> bool:
+        return len(self.waits) >= 2
+
+    def wait(self, limit_s: float) -> None:
+        self.waits.append(limit_s)
+
+    def collect(self, positions: Sequence[int]) -> list[RewardResult]:
+        tokens = [self.submitted[position] for position in positions]
+        found = [self.rewards[t // 100][t % 100 // 2 // G][t // 2 % G] for t in tokens]
         return [
             RewardResult(
                 r, "timeout" if r is None else "ok", "", 0.0, None if r is None else r == 1
@@ -98,11 +105,37 @@ def sampler(
     return Sampler(config, prompts, answers, Pool(rounds), unused)  # type: ignore[arg-type]
 
 
+def drive(made: Sampler, step: int = 1) -> tuple[Sampled, dict[str, float]]:
+    """All of a sampling, advanced until it has ended."""
+    found: Any = followed(made, step)[0]
+    return found
+
+
+def followed(made: Sampler, step: int = 1) -> tuple[Any, list[str]]:
+    """Its result, and what it waited for."""
+    sampling, waits = made.sample(step, lambda: 0.25), []
+    while True:
+        try:
+            waits.append(next(sampling))
+        except StopIteration as end:
+            return end.value, waits
+
+
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
+def test_it_says_what_it_waits_for_and_blocks_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = sampler([[SAME, SAME, SAME], [MIXED, MIXED, MIXED]], 2, monkeypatch)
+    _, waits = followed(made)
+    # The pool has its results after two looks, in the first round.
+    assert waits == ["generate"] * WANTED + ["reward"] * 3 + ["generate"] * WANTED + ["reward"]
+    assert made.pool.waits == [0.25, 0.25]  # type: ignore[attr-defined]
+
+
 def test_without_it_every_group_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, metrics = sampler([[SAME, MIXED, SAME]], 0, monkeypatch).sample(1, StepTimer())
+    found, metrics = drive(sampler([[SAME, MIXED, SAME]], 0, monkeypatch), 1)
     assert found.batch.num_sequences == WANTED * G
     assert bool(found.batch.require("loss_mask")[0].any())
     assert "group/rounds" not in metrics
@@ -111,7 +144,7 @@ def test_without_it_every_group_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 def test_it_refills_and_stops_when_enough_groups_teach(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = [[SAME, MIXED, SAME], [MIXED, MIXED, MIXED], [SAME] * 3]
     made = sampler(rounds, 3, monkeypatch)
-    found, metrics = made.sample(1, StepTimer())
+    found, metrics = drive(made, 1)
     assert made.generator.asked == [0, 1]  # type: ignore[attr-defined]
     rewards, groups = found.batch.require("rewards", "group_ids")
     assert rewards.tolist() == [0, 1] * WANTED
@@ -129,16 +162,14 @@ def test_it_trains_on_fewer_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        found, metrics = sampler([[SAME, MIXED, SAME], [SAME] * 3], 2, monkeypatch).sample(
-            7, StepTimer()
-        )
+        found, metrics = drive(sampler([[SAME, MIXED, SAME], [SAME] * 3], 2, monkeypatch), 7)
     assert found.batch.num_sequences == G
     assert "step 7: 1 of 3 groups teach after 2 rounds" in caplog.text
     assert metrics["group/kept_fraction"] == 1 / 6
 
 
 def test_where_nothing_teaches_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, metrics = sampler([[SAME] * 3, [SAME] * 3], 2, monkeypatch).sample(1, StepTimer())
+    found, metrics = drive(sampler([[SAME] * 3, [SAME] * 3], 2, monkeypatch), 1)
     (loss_mask,) = found.batch.require("loss_mask")
     assert found.batch.num_sequences == WANTED * G and not loss_mask.any()
     assert metrics["group/kept_fraction"] == 0
@@ -149,11 +180,11 @@ def test_what_finishes_first_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     found = []
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         made = sampler(rounds, 0, monkeypatch, order)
-        sampled, metrics = made.sample(1, StepTimer())
+        sampled, metrics = drive(made, 1)
         rewards, loss_mask = sampled.batch.require("rewards", "loss_mask")
         assert rewards.nan_to_num(-1).tolist() == [0.25, 0.5, -1, 1.0, 0.0, 0.75]
         assert [result.status for result in sampled.results].count("timeout") == 1
-        assert made.pool.polls == 2 * WANTED  # type: ignore[attr-defined]  # while it waits, too
+        assert made.pool.polls == 2 * WANTED + 2  # type: ignore[attr-defined]  # while it waits, too
         found.append((sampled.batch.tokens.tolist(), loss_mask.tolist(), sampled.names, metrics))
     assert found[0] == found[1] == found[2]
 
@@ -162,7 +193,7 @@ def test_the_groups_that_finish_first_are_kept_with_their_own_rewards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rounds = [[SAME, (0.1, 0.2), MIXED, (0.3, 0.4), SAME, (0.5, 0.6)]] * 2
-    sampled, metrics = sampler(rounds, 0, monkeypatch, [5, 3, 1, 0, 2, 4]).sample(1, StepTimer())
+    sampled, metrics = drive(sampler(rounds, 0, monkeypatch, [5, 3, 1, 0, 2, 4]), 1)
     rewards, groups = sampled.batch.require("rewards", "group_ids")
     assert rewards.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     assert groups.tolist() == [0, 0, 1, 1, 2, 2]
@@ -170,7 +201,7 @@ def test_the_groups_that_finish_first_are_kept_with_their_own_rewards(
     assert sampled.problems == [f"problem {n}" for n in (1, 1, 3, 3, 5, 5)]
     assert metrics["rollout/aborted_groups"] == 3
     made = sampler(rounds, 2, monkeypatch, [4, 0, 2, 1, 3, 5])  # one group of a round teaches
-    sampled, metrics = made.sample(1, StepTimer())
+    sampled, metrics = drive(made, 1)
     assert sampled.batch.num_sequences == 2 * G
     assert metrics["rollout/aborted_groups"] == 6
     assert metrics["group/kept_fraction"] == 2 / 6
@@ -181,13 +212,13 @@ DISTINCT = [[(0.0, 0.1), (0.2, 0.3), (0.4, 1.0)]] * 2
 
 def shuffled(monkeypatch: pytest.MonkeyPatch, step: int, seed: int, max_rounds: int = 0) -> Any:
     made = sampler(DISTINCT, max_rounds, monkeypatch, seed=seed, shuffle=True)
-    return made.sample(step, StepTimer())
+    return drive(made, step)
 
 
 def test_the_control_shuffles_rewards_anew_in_every_step_and_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, unshuffled = sampler(DISTINCT, 0, monkeypatch).sample(1, StepTimer())
+    plain, unshuffled = drive(sampler(DISTINCT, 0, monkeypatch), 1)
     inorder = plain.batch.require("rewards")[0].tolist()
     orders = []
     for step, seed in ((1, 0), (2, 0), (3, 0), (1, 1), (1, 2)):
@@ -223,7 +254,7 @@ def test_the_control_shuffles_the_rounds_of_a_step_differently(
 
 def test_what_is_correct_stays_with_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = [[(1.0, None), (1.0, 0.0), (0.0, 0.5)], [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]]
-    found, metrics = sampler(rounds, 2, monkeypatch, [2, 0, 1]).sample(1, StepTimer())
+    found, metrics = drive(sampler(rounds, 2, monkeypatch, [2, 0, 1]), 1)
     assert metrics["reward/accuracy"] == pytest.approx((2 + 3) / 11)
     assert metrics["group/all_correct_fraction"] == pytest.approx(2 / 6)
     assert metrics["group/all_wrong_fraction"] == pytest.approx(2 / 6)
@@ -232,8 +263,8 @@ def test_what_is_correct_stays_with_its_response(monkeypatch: pytest.MonkeyPatch
     silent = [(0.0, 1.0)] * WANTED
     made = sampler([silent], 0, monkeypatch)
     collect = made.pool.collect
-    made.pool.collect = lambda: [replace(r, correct=None) for r in collect()]  # type: ignore
-    _, metrics = made.sample(1, StepTimer())
+    made.pool.collect = lambda at: [replace(r, correct=None) for r in collect(at)]  # type: ignore
+    _, metrics = drive(made, 1)
     assert "reward/mean" in metrics
     assert not {"reward/accuracy", "group/all_correct_fraction"} & metrics.keys()
 
@@ -244,10 +275,10 @@ def test_the_mean_of_a_part_is_over_the_responses_that_have_it(
     made = sampler([[(1.0, 0.0), (0.0, None), (1.0, 1.0)]], 0, monkeypatch)
     collect = made.pool.collect
     parts: Any = [{"format": 0.5}, {"format": 0.0, "brief": -1.0}, {}, {}, {"brief": -3.0}, {}]
-    made.pool.collect = lambda: [  # type: ignore[method-assign]
-        replace(result, parts=part) for result, part in zip(collect(), parts, strict=True)
+    made.pool.collect = lambda at: [  # type: ignore[method-assign]
+        replace(result, parts=part) for result, part in zip(collect(at), parts, strict=True)
     ]
-    _, metrics = made.sample(1, StepTimer())
+    _, metrics = drive(made, 1)
     found = {name: value for name, value in metrics.items() if "/part/" in name}
     assert found == {"reward/part/brief": -2.0, "reward/part/format": 0.25}
 

@@ -21,6 +21,7 @@ STEP = {
     "rollout/num_tokens": 9.0,
     "rollout/num_response_tokens": 5.0,
     "time/generate": 4.0,
+    "rollout/generate_seconds": 4.0,
     "time/old_logprobs": 2.0,
     "time/update": 3.0,
     "time/step": 10.0,
@@ -77,6 +78,7 @@ def test_a_step_is_held_against_the_gpus_of_each_phase():
     assert found["throughput/mfu_scoring"] == pytest.approx(forward / 4e12 / 2)
     assert found["throughput/mfu_update"] == pytest.approx(3 * forward / 4e12 / 3)
     assert found["throughput/tokens_per_second_per_gpu"] == pytest.approx(0.9 / 6)
+    assert found["throughput/trainer_idle_fraction"] == pytest.approx(0.4)
     # Two engines of a GPU each: one response apiece for two steps, and then half of one.
     read = work.engine_bytes + work.engine_expert_bytes * 8 / 128
     keys = work.kv_bytes * ((2 + 2) + (3 + 3) + 4) / 2
@@ -105,6 +107,7 @@ def test_a_cpu_and_a_policy_in_fp32_are_held_against_no_card():
     assert found.keys() == {
         "throughput/tokens_per_second",
         "throughput/generated_tokens_per_second",
+        "throughput/trainer_idle_fraction",
         "memory/host_rss_gib",
     }
     config = Config.model_validate({"policy": {"precision": {"params": "fp32"}}})

@@ -51,9 +51,9 @@ from rltrain.environments.reward_sample import RewardInput
 folder = Path(sys.argv[1])
 config = RewardConfig(function="hostile_rewards.leave", num_workers=1, timeout_s=600.0)
 pool = RewardPool(config, folder)
-pool.submit([RewardInput(f"session {folder / 'pid'} regex", "", None, "?", {}, "id")])
+sent = pool.submit([RewardInput(f"session {folder / 'pid'} regex", "", None, "?", {}, "id")])
 (folder / "ready").touch()
-pool.collect()
+pool.collect(sent)
 """
 
 

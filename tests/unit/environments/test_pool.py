@@ -29,17 +29,20 @@ def test_results_come_in_order_whoever_finishes_first(pool_of):
 
 def test_work_goes_on_while_more_is_submitted(pool_of):
     with pool_of(num_workers=2) as pool:
-        pool.submit(samples("sleep 0.4", "is 1", "is 2"))
+        first = pool.submit(samples("sleep 0.4", "is 1", "is 2"))
         deadline = time.monotonic() + 5
         while len(pool._results) < 2 and time.monotonic() < deadline:
             pool.poll()
-        pool.submit(samples("is 3"))
+        second = pool.submit(samples("is 3"))
         assert sorted(pool._results) == [1, 2]  # the first still sleeps, and nobody waits for it
-        assert [r.value for r in pool.collect()] == [0.4, 1, 2, 3]
-        assert pool.collect() == []
-        pool.submit(samples("sleep 0.1"))
+        assert not pool.has(first) and pool.has(first[1:])
+        # Whoever asks gets the results of its own samples, in whatever order they ask.
+        assert [r.value for r in pool.collect(second)] == [3]
+        assert [r.value for r in pool.collect(first)] == [0.4, 1, 2]
+        third = pool.submit(samples("sleep 0.1"))
         assert any(worker.assigned for worker in pool._workers)  # at once
-        assert [r.value for r in pool.collect()] == [0.1]
+        assert [r.value for r in pool.collect(third)] == [0.1]
+        assert not pool._samples and not pool._results and not pool._lines
 
 
 def test_no_samples_are_no_results(pool_of):
@@ -240,8 +243,8 @@ def test_the_clock_starts_with_the_work_not_in_the_queue(pool_of):
 
 def test_a_pool_that_was_not_looking_does_not_turn_results_into_timeouts(pool_of, monkeypatch):
     with pool_of(timeout_s=0.5) as pool:
-        look = pool._wait
-        monkeypatch.setattr(pool, "_wait", lambda: (look(), time.sleep(1.0)))
+        look = pool.wait
+        monkeypatch.setattr(pool, "wait", lambda limit_s: (look(limit_s), time.sleep(1.0)))
         results = pool.score(samples("is 1", "is 2"))
     assert [r.value for r in results] == [1.0, 2.0]
 

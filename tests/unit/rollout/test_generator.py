@@ -142,7 +142,7 @@ class Recorder:
 
     calls: list[Any]
 
-    def run(self, calls: Any, sampling: Any, step: int) -> Any:
+    def run(self, calls: Any, sampling: Any, step: int, patience: Any) -> Any:
         self.calls.append((calls, sampling, step))
         yield from ()
 
