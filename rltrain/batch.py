@@ -104,7 +104,9 @@ class Batch:
         "N"
     )  # pi_old / pi_rollout, as the policy loss uses it
     group_ids: Tensor | None = _dims("B")  # int64, which prompt of the step
-    weight_version: Tensor | None = _dims("B")  # int64, weight syncs the engine had seen
+    # int64, version of the weights that sampled a sequence's last token
+    weight_version: Tensor | None = _dims("B")
+    token_versions: Tensor | None = _dims("N")  # of every token; of a prompt's, as of its response
     route_mask: Tensor | None = _dims("N")  # bool, rows whose experts were captured
     # On the controller references only, one per sequence; [N, L, K] uint8 (E <= 256) or int16 bits
     # of uint16 in a policy worker.

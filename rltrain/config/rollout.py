@@ -95,6 +95,10 @@ class RolloutConfig(Section):
     both use. ``broadcast``: from a rank of each pipeline stage to all engines, with NCCL on GPUs,
     with gloo and shared memory on CPUs. ``auto``: ipc if the engines
     share the GPUs of the policy, else broadcast."""
+    update_in_flight: bool = False
+    """Bring new weights into the engines in the midst of responses: requests are paused, and go on
+    with the KV cache that they have. Otherwise a weight sync waits for all responses. Needs
+    ``trainer.max_staleness`` (docs/asynchronous.md)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
     kv_cache_gib: Positive = 1
     """Memory of the KV cache in GiB. Only on CPUs."""
@@ -136,6 +140,15 @@ class RolloutConfig(Section):
                     "out"
                     " [RL1013]"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def an_update_in_flight_has_no_fixed_place(self) -> Self:
+        if self.update_in_flight and self.deterministic:
+            raise ValueError(
+                "update_in_flight=true: two runs need not agree at which token the weights change: "
+                "use update_in_flight=false, or deterministic=false"
+            )
         return self
 
     @model_validator(mode="after")

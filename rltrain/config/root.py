@@ -173,6 +173,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def updates_in_flight_meet_engines_that_run_ahead(self) -> Self:
+        if self.rollout.update_in_flight and not self.trainer.max_staleness:
+            raise ValueError(
+                "rollout.update_in_flight=true: with trainer.max_staleness=0 no engine generates "
+                "when the weights are synced: set trainer.max_staleness=1 or more"
+            )
+        if self.rollout.update_in_flight and self.trainer.check_weight_sync:
+            raise ValueError(
+                "trainer.check_weight_sync=true compares engines that do not generate, and "
+                "rollout.update_in_flight=true never stops them: use one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def an_adaptive_kl_stays_positive(self) -> Self:
         """A step multiplies the coefficient by at least 1 - 0.2 responses / horizon."""
         kl, prompts = self.algorithm.kl, self.trainer.prompts_per_step

@@ -115,7 +115,7 @@ class Trainer(Loop):
     def hand_over(self, step: int, timer: StepTimer) -> dict[str, float]:
         """The engines' turn: with new weights, or with those they have."""
         metrics: dict[str, float] = {}
-        if self.pipeline.is_ahead:
+        if self.pipeline.is_ahead and not self.config.rollout.update_in_flight:
             with timer.phase("drain"):
                 self.pipeline.drain()
         if self.syncs(step):

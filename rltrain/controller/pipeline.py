@@ -15,12 +15,11 @@ With ``trainer.max_staleness=0`` a batch is started when its step asks for it.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rltrain.algorithms.sequences import sequence_of
 from rltrain.batch import Batch
 from rltrain.controller.admission import Admission, Schedule
 from rltrain.controller.sampling import Sampled, Sampler, Sampling
@@ -202,15 +201,17 @@ class RolloutPipeline:
 
     def _age(self, step: int, batch: Batch) -> dict[str, float]:
         """How many steps the policy is ahead of the weights that sampled the tokens of a batch."""
-        (versions,) = batch.require("weight_version")
-        made_by = [self._steps[version] for version in versions.tolist()]
-        ages = (step - 1) - batch.seq_lens.new_tensor(made_by)
-        of_tokens = ages[sequence_of(batch.seq_lens)][batch.response_mask]
-        counts = dict(zip(*(v.tolist() for v in of_tokens.unique(return_counts=True)), strict=True))
-        self.write(step, {"event": "trained", "tokens_by_age": {str(a): counts[a] for a in counts}})
+        (versions,) = batch.require("token_versions")
+        found, counts = versions[batch.response_mask].unique(return_counts=True)
+        tokens: Counter[int] = Counter()
+        for version, count in zip(found.tolist(), counts.tolist(), strict=True):
+            tokens[step - 1 - self._steps[version]] += count
+        by_age = {str(age): tokens[age] for age in sorted(tokens)}
+        self.write(step, {"event": "trained", "tokens_by_age": by_age})
+        summed = sum(age * count for age, count in tokens.items())
         return {
-            "rollout/staleness": float(of_tokens.double().mean()) if len(of_tokens) else 0.0,
-            "rollout/staleness_max": float(ages.max()),
+            "rollout/staleness": summed / max(1, tokens.total()),
+            "rollout/staleness_max": float(max(tokens, default=0)),
         }
 
     def _ahead(self, batch: Started) -> dict[str, float]:

@@ -52,7 +52,7 @@ MEANING = (
     "trainer.max_staleness",
     *("rollout.dtype", "rollout.quantization", "rollout.head", "rollout.max_response_tokens"),
     *("rollout.stop", "rollout.stop_token_ids", "rollout.temperature", "rollout.deterministic"),
-    *("rollout.oversample", "rollout.seeded", "rollout.engine_args"),
+    *("rollout.oversample", "rollout.seeded", "rollout.engine_args", "rollout.update_in_flight"),
     *("policy.precision.", "policy.megatron_args"),
     *("routing_replay.mode", "routing_replay.reference", "routing_replay.fallback"),
     *("routing_replay.max_sample_fallback", "routing_replay.max_batch_fallback"),

@@ -88,8 +88,8 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     }
     if batch.truncated is not None:
         metrics["rollout/truncated_fraction"] = float(batch.truncated.float().mean())
-    if batch.weight_version is not None:
-        metrics["rollout/weight_version"] = float(batch.weight_version.min())
+    if batch.token_versions is not None:
+        metrics["rollout/weight_version"] = float(batch.token_versions.min())
     if isinstance(batch.rollout_expert_indices, tuple):
         owed = batch.num_tokens - batch.num_sequences  # the last token of a sequence owes no route
         refs = batch.rollout_expert_indices

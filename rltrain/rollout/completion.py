@@ -3,6 +3,7 @@
 Only an engine's process imports vLLM.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,10 @@ import numpy as np
 from rltrain.data.vocabulary import check_ids
 from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.rollout.stop_strings import STOP_STRINGS
+
+UPDATES = "rltrain_weight_updates"
+"""What `rltrain.rollout.update_scheduler` sends with a response: how many weight updates its engine
+has had, and how many of its tokens were there at each that it lived through."""
 
 
 def check_length(request: Request, sampling: SamplingParams, max_model_len: int) -> None:
@@ -82,3 +87,21 @@ def sampled_logprobs(request: Request, completion: Any) -> tuple[float, ...]:
 def stop_string(completion: Any) -> str | None:
     """The stop string that ended it; None where a stop token or the length limit did."""
     return completion.stop_reason if isinstance(completion.stop_reason, str) else None
+
+
+def weight_spans(updates: Sequence[int], versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Which tokens of a response were sampled by which weights: (first token, weight version) of
+    each stretch, in order.
+
+    Args:
+        updates: see `UPDATES`
+        versions: of the weights that each update brought; the first is that before all updates
+    """
+    last, *counts = updates
+    spans: list[tuple[int, int]] = []
+    first = last - len(counts)
+    for begin, version in zip([0, *counts], versions[first : last + 1], strict=True):
+        if spans and spans[-1][0] == begin:  # no token was sampled between two updates
+            spans.pop()
+        spans.append((begin, version))
+    return tuple(spans)

@@ -22,11 +22,13 @@ from rltrain.actors.network import use_network
 from rltrain.actors.process_start import begin_process
 from rltrain.batch import RouteRef
 from rltrain.rollout.completion import (
+    UPDATES,
     check_length,
     check_prompt_tokens,
     sampled_logprobs,
     stop_string,
     vllm_params,
+    weight_spans,
 )
 from rltrain.rollout.launch import (
     EngineSpec,
@@ -62,14 +64,15 @@ class RolloutEngine:
     """Generates responses, with log-probabilities and routes.
 
     Create it with ``start_engine``. Calls to ``generate`` run side by side or, with
-    ``rollout.deterministic``, one after the other; one made while weights are being replaced is an
-    error. Every method raises ChildDied when the engine process is dead.
+    ``rollout.deterministic``, one after the other. One made while weights are being replaced is an
+    error, or waits with ``rollout.update_in_flight``. Every method raises ChildDied when the engine
+    process is dead.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         begin_process()
         self._spec = spec
-        self._weight_version = 0
+        self._versions = [0]  # of the weights; the last is in use
         self._syncing = False
         self._turn = asyncio.Lock() if spec.rollout.deterministic else nullcontext()
         self._in_flight: dict[str, list[str]] = {}  # by call, vLLM's names of its requests
@@ -127,7 +130,7 @@ class RolloutEngine:
 
     def weight_version(self) -> int:
         """Of the last weight sync; 0 before the first."""
-        return self._weight_version
+        return self._versions[-1]
 
     async def devices(self) -> list[str]:
         """The GPU of every vLLM worker, by UUID; "cpu" for a CPU."""
@@ -148,10 +151,14 @@ class RolloutEngine:
     async def start_weight_sync(self) -> None:
         from rltrain.weights.sync import receiver
 
-        if requests := sum(map(len, self._in_flight.values())):
+        in_flight = self._spec.rollout.update_in_flight
+        if not in_flight and (requests := sum(map(len, self._in_flight.values()))):
             raise RuntimeError(f"{requests} requests would see two versions of the weights")
         self._syncing = True
-        await self._unless_dead(receiver.start_sync(self._engine))
+        if in_flight:  # requests stay, with their KV cache
+            pause = self._engine.pause_generation(mode="keep", clear_cache=False)
+            await self._unless_dead(pause)
+        await self._unless_dead(receiver.start_sync(self._engine, in_flight=in_flight))
 
     async def load_weight_bucket(self, bucket: Bucket) -> None:
         from rltrain.weights.sync import receiver
@@ -159,16 +166,20 @@ class RolloutEngine:
         await self._unless_dead(receiver.load_bucket(self._engine, bucket))
 
     async def finish_weight_sync(self, version: int) -> None:
-        """Put the new weights in use, and forget cached prefixes.
+        """Put the new weights in use, and forget cached prefixes: with ``rollout.update_in_flight``
+        no later request finds those of earlier weights.
 
         Args:
             version: of the weights; every engine has the same
         """
         from rltrain.weights.sync import receiver
 
-        await self._unless_dead(receiver.finish_sync(self._engine))
+        in_flight = self._spec.rollout.update_in_flight
+        await self._unless_dead(receiver.finish_sync(self._engine, in_flight=in_flight))
         self._syncing = False
-        self._weight_version = version
+        self._versions.append(version)
+        if in_flight:
+            await self._unless_dead(self._engine.resume_generation())
 
     async def sleep(self, level: Literal[1, 2]) -> None:
         """Free the GPU's memory. The KV cache is dropped. The weights are kept on the host (1), or
@@ -208,16 +219,18 @@ class RolloutEngine:
         for request in requests:
             check_length(request, sampling, self._spec.max_model_len)
             check_prompt_tokens(request, self._vocab_size)
-        if self._syncing:
+        if self._syncing and not self._spec.rollout.update_in_flight:
             raise RuntimeError("generate was called between start and finish of a weight sync")
         call = call or uuid.uuid4().hex
         self._in_flight[call] = [f"{call}-{i}" for i in range(len(requests))]
         try:
             async with self._turn:
-                completions = await self._unless_dead(self._complete(requests, sampling, call))
-                if completions is None:
+                outputs = await self._unless_dead(self._complete(requests, sampling, call))
+                if outputs is None:
                     return None
-                routes = await self._routes(requests, completions, sampling)
+                completions = [output.outputs[0] for output in outputs]
+                spans = [self._spans(output) for output in outputs]
+                routes = await self._routes(requests, completions, sampling, spans)
         finally:
             del self._in_flight[call]
             self._aborted.discard(call)
@@ -227,12 +240,22 @@ class RolloutEngine:
                 response_tokens=tuple(completion.token_ids),
                 logprobs=sampled_logprobs(request, completion) if sampling.logprobs else None,
                 finish_reason=completion.finish_reason,
-                weight_version=self._weight_version,
+                weight_version=of_tokens[-1][1],
                 routes=route,
                 stop_string=stop_string(completion),
+                weight_spans=of_tokens if len(of_tokens) > 1 else (),
             )
-            for request, completion, route in zip(requests, completions, routes, strict=True)
+            for request, completion, route, of_tokens in zip(
+                requests, completions, routes, spans, strict=True
+            )
         ]
+
+    def _spans(self, output: Any) -> tuple[tuple[int, int], ...]:
+        """Which weights sampled a response; see `weight_spans`."""
+        updates = (output.kv_transfer_params or {}).get(UPDATES)
+        return (
+            ((0, self._versions[-1]),) if updates is None else weight_spans(updates, self._versions)
+        )
 
     async def abort(self, calls: Sequence[str]) -> None:
         """Make these calls of ``generate`` return None, also those that have not arrived yet: Ray
@@ -243,7 +266,7 @@ class RolloutEngine:
     async def _complete(
         self, requests: Sequence[Request], sampling: SamplingParams, call: str
     ) -> list[Any] | None:
-        """vLLM's finished completions, in the order of the requests; None when aborted."""
+        """vLLM's finished outputs, in the order of the requests; None when aborted."""
         if call in self._aborted:
             return None
         names = self._in_flight[call]
@@ -281,18 +304,23 @@ class RolloutEngine:
                     f"{completion.finish_reason}"
                     " [RL4009]"
                 )
-        return completions
+        return outputs
 
     async def _add(self, name: str, request: Request, params: Any) -> Any:
         """Send one request to vLLM; returns the object that yields its output."""
         from vllm.inputs import tokens_input
 
-        return await self._engine.add_request(
-            name, tokens_input(list(request.prompt_tokens)), params
-        )
+        # Prefixes that were computed with other weights are not to be found.
+        salt = str(len(self._versions)) if self._spec.rollout.update_in_flight else None
+        prompt = tokens_input(list(request.prompt_tokens), cache_salt=salt)
+        return await self._engine.add_request(name, prompt, params)
 
     async def _routes(
-        self, requests: Sequence[Request], completions: Sequence[Any], sampling: SamplingParams
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Any],
+        sampling: SamplingParams,
+        spans: Sequence[tuple[tuple[int, int], ...]],
     ) -> Sequence[RouteRef | None]:
         capture = self._spec.capture
         if capture is None or not sampling.capture_routes:
@@ -313,7 +341,11 @@ class RolloutEngine:
         for sample in routes:
             for fault in sample.faults:
                 logger.warning("%s: routing_replay.fallback=%s", fault, capture.fallback)
-        return await store_routes(routes, capture, self._weight_version, self._source)
+        refs = await store_routes(routes, capture, self._versions[-1], self._source)
+        return [
+            dataclasses.replace(ref, weight_version=of_tokens[-1][1])
+            for ref, of_tokens in zip(refs, spans, strict=True)
+        ]
 
     async def _unless_dead(self, call: Awaitable[T]) -> T:
         """The call's result. Once the engine process has died vLLM never answers some calls."""

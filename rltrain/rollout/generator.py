@@ -197,6 +197,7 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
         rollout_logprobs=torch.from_numpy(_end_to_end(logprobs, np.float32)),
         group_ids=torch.arange(len(rollouts)) // group_size,
         weight_version=torch.tensor([r.weight_version for r in rollouts]),
+        token_versions=_token_versions(rollouts),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]),
     )
     return _with_routes(batch, rollouts)
@@ -205,6 +206,18 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
 def _end_to_end(parts: Iterable[Iterable[Iterable[float]]], dtype: type) -> np.ndarray[Any, Any]:
     """All numbers of all parts in one array; several times faster than from a list."""
     return np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype)
+
+
+def _token_versions(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """The weight version that sampled each token; a prompt has the first of its response.  # [N]"""
+    versions, lengths = [], []
+    for rollout in rollouts:
+        spans = rollout.weight_spans or ((0, rollout.weight_version),)
+        begins = [-len(rollout.prompt_tokens), *(begin for begin, _ in spans[1:])]
+        ends = [*begins[1:], len(rollout.response_tokens)]
+        versions += [version for _, version in spans]
+        lengths += [end - begin for begin, end in zip(begins, ends, strict=True)]
+    return torch.tensor(versions).repeat_interleave(torch.tensor(lengths))
 
 
 def _with_routes(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:

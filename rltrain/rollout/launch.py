@@ -190,12 +190,12 @@ def _check_options(spec: EngineSpec, known: Collection[str], *, has_fp32_head: b
 
 
 def scheduler_args(spec: EngineSpec, version: str) -> dict[str, Any]:
-    """For ``AsyncEngineArgs`` of an engine that captures routes or ends responses at strings; none
-    for a vLLM whose scheduler `rltrain.rollout.route_scheduler` was not read against: it sends
-    routes token by token.
+    """For ``AsyncEngineArgs`` of an engine that captures routes, ends responses at strings or gets
+    weights while it generates; none for a vLLM whose scheduler `rltrain.rollout.route_scheduler`
+    was not read against: it sends routes token by token.
 
     Raises:
-        ValueError: that vLLM is to end responses at strings.
+        ValueError: that vLLM is to end responses at strings, or to get weights in flight.
     """
     is_known = Version(version).base_version in SpecifierSet(ROUTE_SCHEDULER_VERSIONS)
     if spec.rollout.stop and not is_known:
@@ -205,7 +205,13 @@ def scheduler_args(spec: EngineSpec, version: str) -> dict[str, Any]:
             "use rollout.stop_token_ids"
             " [RL3006]"
         )
-    needed = spec.capture is not None or spec.rollout.stop
+    if spec.rollout.update_in_flight and not is_known:
+        raise ValueError(
+            f"rollout.update_in_flight=true needs vllm{ROUTE_SCHEDULER_VERSIONS}, found {version}, "
+            "which does not say which weights sampled a token: install another, or use false"
+            " [RL4005]"
+        )
+    needed = spec.capture is not None or spec.rollout.stop or spec.rollout.update_in_flight
     return {"scheduler_cls": ROUTE_SCHEDULER} if needed and is_known else {}
 
 

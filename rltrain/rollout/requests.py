@@ -55,9 +55,12 @@ class Rollout:
     response_tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None  # one per response token
     finish_reason: Literal["stop", "length"]
-    weight_version: int
+    weight_version: int  # of the weights that sampled its last token
     routes: RouteRef | None
     stop_string: str | None = None
+    # With rollout.update_in_flight: (first response token, weight version) of each stretch, in
+    # order. Empty: all of it was sampled by `weight_version`.
+    weight_spans: tuple[tuple[int, int], ...] = ()
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:

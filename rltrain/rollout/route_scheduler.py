@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from rltrain.rollout.stop_scheduler import with_stop_strings
+from rltrain.rollout.update_scheduler import with_weight_updates
 
 ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -99,11 +100,13 @@ class AsyncRouteScheduler(RouteScheduler, AsyncScheduler):  # type: ignore[misc]
 
 
 def route_scheduler(*, vllm_config: Any, **arguments: Any) -> Scheduler:
-    """The scheduler of an engine that captures routes or ends responses at strings."""
+    """The scheduler of an engine that captures routes, ends responses at strings or gets weights
+    while it generates."""
     is_async = vllm_config.scheduler_config.async_scheduling
     if vllm_config.model_config.enable_return_routed_experts:
         kind = AsyncRouteScheduler if is_async else RouteScheduler
     else:
         kind = AsyncScheduler if is_async else Scheduler
-    scheduler: Scheduler = with_stop_strings(kind)(vllm_config=vllm_config, **arguments)
+    composed = with_weight_updates(with_stop_strings(kind))
+    scheduler: Scheduler = composed(vllm_config=vllm_config, **arguments)
     return scheduler

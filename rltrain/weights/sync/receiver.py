@@ -6,7 +6,7 @@ each of them import this module, which registers the backend before the model is
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(..., **engine_args()))
 
     await join_groups(engine, links)          # transport "broadcast" only, before the first sync
-    await start_sync(engine)                  # no request may be running
+    await start_sync(engine)                  # no request may be running, or all are paused
     for bucket in buckets:                    # stream.Bucket, filled by the policy
         await load_bucket(engine, bucket)     # its slot may be filled again when this returns
     await finish_sync(engine)                 # checks completeness, resets the prefix cache
@@ -80,9 +80,13 @@ async def join_groups(engine: AsyncLLM, links: EngineLinks) -> list[dict[int, li
     return memory
 
 
-async def start_sync(engine: AsyncLLM) -> None:
-    """Make the engine ready for the first bucket."""
-    if engine.output_processor.has_unfinished_requests():
+async def start_sync(engine: AsyncLLM, *, in_flight: bool = False) -> None:
+    """Make the engine ready for the first bucket.
+
+    Args:
+        in_flight: requests may be running, and are paused
+    """
+    if not in_flight and engine.output_processor.has_unfinished_requests():
         raise RuntimeError(
             "weight sync began while requests are running, whose KV cache would mix two sets of "
             "weights: wait for them or abort them first"
@@ -95,10 +99,14 @@ async def load_bucket(engine: AsyncLLM, bucket: Bucket) -> None:
     await engine.update_weights(WeightTransferUpdateRequest(update_info=dict(bucket)))
 
 
-async def finish_sync(engine: AsyncLLM) -> None:
-    """Check that every weight arrived, put the new ones in use and forget cached prefixes."""
+async def finish_sync(engine: AsyncLLM, *, in_flight: bool = False) -> None:
+    """Check that every weight arrived, put the new ones in use and forget cached prefixes.
+
+    Args:
+        in_flight: requests that are paused use these; whoever adds others salts them
+    """
     await engine.finish_weight_update()
-    if not await engine.reset_prefix_cache():
+    if not in_flight and not await engine.reset_prefix_cache():
         raise RuntimeError("prefix cache not reset after weight sync: requests are still running")
 
 

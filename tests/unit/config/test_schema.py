@@ -85,6 +85,16 @@ IMPOSSIBLE = [
         "use cluster.placement=disaggregated",
         "engines that run ahead share no gpu",
     ),
+    (
+        {"rollout.update_in_flight": True, "rollout.deterministic": True},
+        "use update_in_flight=false",
+        "an update in flight has no fixed place",
+    ),
+    (
+        {"rollout.update_in_flight": True},
+        "set trainer.max_staleness=1 or more",
+        "updates in flight meet engines that run ahead",
+    ),
     ({"rollout.stop": [""]}, "'' is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a\ufffd"]}, "is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a", "b", "a"]}, "stands there twice", "stop strings differ"),

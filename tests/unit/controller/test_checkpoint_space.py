@@ -208,9 +208,7 @@ def test_a_run_without_room_for_a_checkpoint_does_not_start(
         at = storage(tmp_path, **checkpoint)
         check_first_checkpoint(config, at, [at.driver])
 
-    with pytest.raises(
-        DiskFull, match="^the run's next checkpoint: expected room .* 0.00 GiB .9 bytes. free"
-    ):
+    with pytest.raises(DiskFull, match=r"^the run's next checkpoint: .*\(9 bytes\) free"):
         start_on(9, every=1)
     start_on(2**40, every=1)
     start_on(9)  # none is ever written

@@ -89,7 +89,7 @@ def batch(versions: list[int]) -> Any:
             tokens=torch.arange(3 * len(versions)),
             seq_lens=torch.full((len(versions),), 3),
             response_mask=torch.tensor([False, True, True]).repeat(len(versions)),
-            weight_version=torch.tensor(versions),
+            token_versions=torch.tensor(versions).repeat_interleave(3),
         )
 
     return Sampled()
@@ -136,7 +136,7 @@ def test_no_token_is_too_old_and_every_batch_is_trained_on_once_in_order(
         sampled, metrics = pipeline.take(step, StepTimer())
         assert metrics["of"] == step
         assert metrics["rollout/staleness_max"] <= max_staleness
-        ages = [step - 1 - (version - 1) for version in sampled.batch.weight_version.tolist()]
+        ages = [step - 1 - (version - 1) for version in sampled.batch.token_versions[::3].tolist()]
         assert metrics["rollout/staleness"] == pytest.approx(sum(ages) / len(ages))
         assert min(ages) >= 0
         drawn += rounds[step]

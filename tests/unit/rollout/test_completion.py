@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
@@ -15,6 +17,7 @@ from rltrain.rollout.completion import (
     check_prompt_tokens,
     sampled_logprobs,
     vllm_params,
+    weight_spans,
 )
 from rltrain.rollout.requests import Request, SamplingParams
 
@@ -78,3 +81,28 @@ def test_a_prompt_of_another_tokenizer_is_named(token: int) -> None:
     answer = rf"prompt abc sample 2: token 1 has id {token}, and the model's embedding has 8 rows"
     with pytest.raises(ValueError, match=answer):
         check_prompt_tokens(replace(REQUEST, prompt_tokens=(7, token, 3)), vocab_size=8)
+
+
+@given(st.lists(st.sampled_from(["update", "token"])), st.lists(st.just("update")), st.data())
+def test_spans_say_which_weights_sampled_every_token(
+    life: list[str], before: list[str], data: st.DataObject
+) -> None:
+    """A model of the engine's life: updates before the request, then tokens and updates."""
+    versions, counts, sampled = [data.draw(st.integers(0, 3))], list[int](), list[int]()
+    for event in [*before, "request", *life, "token"]:
+        if event == "update":
+            versions.append(versions[-1] + data.draw(st.integers(0, 1)))  # or the same once more
+            counts.append(len(sampled))
+        elif event == "request":
+            counts.clear()
+        else:
+            sampled.append(versions[-1])
+    updates = [len(versions) - 1, *counts]
+    later = [*versions, 99]  # one that came when the response had ended
+    spans = weight_spans(updates, later)
+    ends = [*(begin for begin, _ in spans[1:]), len(sampled)]
+    found = [v for (begin, v), end in zip(spans, ends, strict=True) for _ in range(begin, end)]
+    assert found == sampled
+    assert spans[0][0] == 0 and all(
+        begin < end for (begin, _), end in zip(spans, ends, strict=True)
+    )

@@ -76,6 +76,20 @@ def test_batch_holds_every_rollout_in_order(parts: list[tuple[Any, Any, int, Any
     assert int(batch.route_mask.sum()) == int((batch.seq_lens - 1).sum())
 
 
+def test_every_token_has_the_version_that_sampled_it() -> None:
+    spans = ((0, 4), (1, 5), (3, 7))
+    batch = build_batch(
+        [
+            rollout((1, 2), (3, 4, 5, 6), weight_version=7, weight_spans=spans),
+            rollout((1, 2, 3), (4,), weight_version=6),
+        ],
+        group_size=2,
+    )
+    assert batch.token_versions is not None and batch.weight_version is not None
+    assert batch.token_versions.tolist() == [4, 4, 4, 5, 5, 7] + [6] * 4
+    assert batch.weight_version.tolist() == [7, 6]
+
+
 def test_missing_rows_are_out_of_the_mask_of_their_own_sample() -> None:
     routes = route_ref(4, missing=((0, 1), (2, 4))), route_ref(2, missing=((1, 2),))
     rollouts = [

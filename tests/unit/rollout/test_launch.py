@@ -213,6 +213,13 @@ def test_stop_strings_need_a_scheduler_that_this_was_read_against() -> None:
         scheduler_args(stopping, "0.31.0")
 
 
+def test_updates_in_flight_need_a_scheduler_that_this_was_read_against() -> None:
+    updated = with_rollout(update_in_flight=True)
+    assert "scheduler_cls" in scheduler_args(updated, "0.26.0")
+    with pytest.raises(ValueError, match=r"update_in_flight=true needs vllm>=0\.26.*found 0\.31"):
+        scheduler_args(updated, "0.31.0")
+
+
 def test_more_stop_tokens_are_in_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3, "vocab_size": 8}))
     assert stop_token_ids(str(tmp_path), [5, 1, 3]) == [1, 3, 5]
