@@ -62,23 +62,39 @@ class ActorFailed(RuntimeError):
         kind: which of the three
         where: the call that failed, as ``role.method``
         error: the actor's error, in a sentence
+        of_peer: whether the actor lives, and one that it needs died
     """
 
-    def __init__(self, kind: Literal["raised", "died", "silent"], where: str, error: str) -> None:
+    def __init__(
+        self,
+        kind: Literal["raised", "died", "silent"],
+        where: str,
+        error: str,
+        *,
+        of_peer: bool = False,
+    ) -> None:
         super().__init__(with_code(f"{where}: {error}", CODES[kind]))
         self.kind = kind
         self.where = where
+        self.of_peer = of_peer
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.kind, self.where, str(self))
+        return _rebuilt, (self.kind, self.where, str(self), self.of_peer)
 
 
-def _rebuilt(kind: Literal["raised", "died", "silent"], where: str, text: str) -> ActorFailed:
-    return ActorFailed(kind, where, text.removeprefix(f"{where}: "))
+def _rebuilt(
+    kind: Literal["raised", "died", "silent"], where: str, text: str, of_peer: bool
+) -> ActorFailed:
+    return ActorFailed(kind, where, text.removeprefix(f"{where}: "), of_peer=of_peer)
 
 
 class ChildDied(RuntimeError):
     """Raised within an actor when a process that it started has died. The text is for the user."""
+
+
+class PeerDied(ChildDied):
+    """Raised within an actor when another actor died, or hangs, that it cannot do without: it would
+    not help to start this one again."""
 
 
 class AwaitedCall(NamedTuple):
@@ -218,7 +234,9 @@ def call_failure(error: RayError, call: AwaitedCall, others: Sequence[Any] = ())
     if isinstance(error, RayTaskError):
         # One that cannot start would not start the next time either.
         died = isinstance(error.cause, ChildDied) and call.method != "start"
-        return ActorFailed("died" if died else "raised", str(call), _raised(call.role, error))
+        kind: Literal["died", "raised"] = "died" if died else "raised"
+        of_peer = isinstance(error.cause, PeerDied)
+        return ActorFailed(kind, str(call), _raised(call.role, error), of_peer=of_peer)
     if isinstance(error, GetTimeoutError):
         late = f"it has answered, and nothing arrived within {FETCH_S:g} s: see `ray status`"
         return ActorFailed("silent", str(call), late)

@@ -152,7 +152,7 @@ class Dispatcher:
             board.sent(ref, Running(call, engine, name))
 
     def _lose(self, engine: int, failure: ActorFailed) -> None:
-        if failure.kind == "raised":
+        if failure.kind == "raised" or failure.of_peer:
             raise failure
         self._replacer.lost(engine, failure)
         for each in self._boards:

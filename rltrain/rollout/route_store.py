@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rltrain.actors.failures import PeerDied
 from rltrain.actors.node import node_address
 from rltrain.batch import RouteRef
 from rltrain.rollout.launch import RouteCapture
@@ -49,8 +50,9 @@ async def store_routes(
     """Put the routes of a step on this node and return a reference for each sample.
 
     Raises:
-        RuntimeError: this node has no store, its store died or does not answer, or there is no room
-            for the routes; with the node's address.
+        PeerDied: the store of this node died or does not answer.
+        RuntimeError: this node has no store, or there is no room for the routes; with the node's
+            address.
     """
     objects, refs = await asyncio.to_thread(
         pack_routes,
@@ -78,17 +80,17 @@ async def _put(objects: list[RouteIds], capture: RouteCapture) -> tuple[str, lis
     try:
         node, handles = await asyncio.wait_for(store.put.remote(objects), PUT_S)
     except TimeoutError as error:
-        raise RuntimeError(
+        raise PeerDied(
             f"the route store of node {here} did not take the routes within {PUT_S:g} s: it or "
             "Ray's object store there is stuck. Look at `ray status` and at the load of that "
-            "node, then start the run again: it goes on from its last checkpoint"
+            "node. The run goes on from its last checkpoint"
             " [RL5008]"
         ) from error
     except RayActorError as error:
-        raise RuntimeError(
+        raise PeerDied(
             f"the route store of node {here} is dead, and with it the routes that it held: "
-            f"{str(error).strip().splitlines()[0]} Look for a lack of memory on that node, then "
-            "start the run again: it goes on from its last checkpoint"
+            f"{str(error).strip().splitlines()[0]} Look for a lack of memory on that node. The "
+            "run goes on from its last checkpoint"
             " [RL5008]"
         ) from error
     except (ObjectStoreFullError, OutOfDiskError) as error:

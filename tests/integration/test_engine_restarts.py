@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import re
 import signal
 import time
@@ -16,11 +17,11 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all, sparing
+from rltrain.actors.failures import ActorFailed, AwaitedCall, PeerDied, get_all, sparing
 from rltrain.cli.app import main as rltrain
 from rltrain.controller.cluster.engines import Engines
 from rltrain.controller.engine_restarts import EngineRestarts
-from rltrain.controller.supervision import Restarts
+from rltrain.controller.supervision import Restarts, lost_a_part
 from rltrain.controller.weight_sync import WeightSync
 from rltrain.rollout.dispatch import Dispatcher
 from rltrain.rollout.dispatch_board import RequestBatch
@@ -127,6 +128,25 @@ def test_others_do_the_work_of_one_that_died(with_ray: None) -> None:
     found.complete()
     assert found.count == 2 and not found.away and weights.asked == ["disconnect"]
     assert sorted(run(found, calls(4, engines=2), killed=1)) == list(range(4))
+
+
+class Bereft(Clerk):
+    """Cannot do without another actor, which has died."""
+
+    async def generate(self, requests: list[Request], sampling: Any, call: str) -> list[Request]:
+        raise PeerDied("the route store of node 1 is dead [RL5008]")
+
+
+def test_an_engine_whose_peer_died_is_not_started_again_alone(with_ray: None) -> None:
+    """It would meet the same peer. All parts start again: it counts as a death."""
+    found = restarts(1, Weights())
+    found.engines.actors[0] = ray.remote(Bereft).options(num_cpus=0).remote(0.1)
+    with pytest.raises(ActorFailed, match=r"store of node 1 is dead.*RL5008") as raised:
+        list(Dispatcher(found.engines.actors, 60.0, found).run(calls(2), SAMPLING, 1))
+    assert (raised.value.kind, raised.value.of_peer) == ("died", True)
+    assert lost_a_part(raised.value) and found.count == 0
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert again.of_peer and str(again) == str(raised.value)
 
 
 @pytest.mark.parametrize(("engines", "bound"), [(1, False), (2, True)])

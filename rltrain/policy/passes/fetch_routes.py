@@ -7,6 +7,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
+from rltrain.actors.failures import PeerDied
 from rltrain.actors.node import node_address
 from rltrain.batch import RouteRef
 from rltrain.routing.codec import RouteIds
@@ -40,8 +41,8 @@ def fetch_and_count(
         uint8 or int16  # [N, len(layers), K]
     Raises:
         ValueError: when an object differs from what its reference says.
-        RuntimeError: when an object is lost with its node or does not come within `LIMIT_S`, or
-            there is no room for it.
+        PeerDied: when an object is lost with its node or does not come within `LIMIT_S`.
+        RuntimeError: when there is no room for it.
     """
     wanted = [{block: ref.blocks[block] for block in blocks_of(ref, layers)} for ref in refs]
     owners = {
@@ -74,27 +75,27 @@ def _get(owners: Mapping[Any, str]) -> dict[Any, RouteIds]:
     Args:
         owners: the node of each handle's owner
     Raises:
-        RuntimeError: naming the node.
+        PeerDied, RuntimeError: naming the node.
     """
     handles = list(owners)
     try:
         return dict(zip(handles, ray.get(handles, timeout=LIMIT_S), strict=True))
     except GetTimeoutError as error:
-        raise RuntimeError(
+        raise PeerDied(
             f"expected {len(handles)} objects of routes on node {node_address()} within "
             f"{LIMIT_S:g} s, and not all have come from {', '.join(sorted(set(owners.values())))}: "
-            "a route store or the network to it is stuck. Look at `ray status`, then start the run "
-            "again: it goes on from its last checkpoint"
+            "a route store or the network to it is stuck. Look at `ray status`. The run "
+            "goes on from its last checkpoint"
             " [RL5008]"
         ) from error
     except ObjectLostError as error:
         lost = {handle.hex(): node for handle, node in owners.items()}
         node = lost.get(error.object_ref_hex, ", ".join(sorted(set(lost.values()))))
-        raise RuntimeError(
+        raise PeerDied(
             f"expected {len(handles)} objects of routes, found that the route store of node {node} "
             f"is gone, and with it the routes that it held ({type(error).__name__}): the node left "
             "the cluster, or the store's process was killed there. Look at `ray status` and at the "
-            "memory of that node, then start the run again: it goes on from its last checkpoint"
+            "memory of that node. The run goes on from its last checkpoint"
             " [RL5008]"
         ) from error
     except (ObjectStoreFullError, OutOfDiskError) as error:
