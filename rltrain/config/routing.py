@@ -41,6 +41,10 @@ class RoutingReplayConfig(Section):
     and names sample, row and layer. ``live`` lets the router choose in every pass. ``r2`` lets the
     router choose in the log-probability pass and replays that choice in the update. ``drop`` is
     ``live``, and all later tokens of that sample leave the loss."""
+    max_age: Annotated[int, Field(ge=0)] | None = None
+    """With ``trainer.max_staleness``: replay only routes whose weights are at most so many steps
+    older than the policy. Rows with older routes do what ``fallback`` says, ``live`` or ``r2``, and
+    do not count against its limits. null: replay them all."""
     max_sample_fallback: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Maximum share of the rows of a sample that may fall back. A sample above it leaves the
     loss."""
@@ -51,6 +55,16 @@ class RoutingReplayConfig(Section):
     def r3_needs_capture(self) -> Self:
         if self.mode == "r3" and not self.capture:
             raise ValueError("mode=r3 replays captured routes: set routing_replay.capture=true")
+        return self
+
+    @model_validator(mode="after")
+    def rows_with_older_routes_choose_in_some_way(self) -> Self:
+        if self.max_age is not None and self.fallback not in ("live", "r2"):
+            raise ValueError(
+                f"max_age={self.max_age} does not replay older routes, and fallback="
+                f"{self.fallback} does not say how such rows choose: set "
+                "routing_replay.fallback to live or r2"
+            )
         return self
 
     @model_validator(mode="after")

@@ -67,7 +67,7 @@ class Trainer(Loop):
         sampled, metrics = self.pipeline.take(step, timer)
         if self.pipeline.is_ahead:  # the engines go on until the weights are synced
             self._in_step.enter_context(meanwhile(self.pipeline.work))
-        batch, measured = self.fall_back(sampled.batch, sampled.names)
+        batch, measured = self.fall_back(step, sampled.batch, sampled.names)
         metrics |= measured
         self.colocation.to_training(timer, will_sync=self.syncs(step))
         self.in_hand = InHand(batch, metrics, self.kl_coef)
@@ -130,11 +130,20 @@ class Trainer(Loop):
 
     # The stages
 
-    def fall_back(self, batch: Batch, names: Sequence[str]) -> tuple[Batch, dict[str, float]]:
-        """Where routes are replayed: missing ones cost loss tokens, or end the run."""
-        if self.config.routing_replay.mode != "r3":
+    def fall_back(
+        self, step: int, batch: Batch, names: Sequence[str]
+    ) -> tuple[Batch, dict[str, float]]:
+        """Where routes are replayed: missing ones cost loss tokens, or end the run; those of older
+        weights are left out."""
+        replay = self.config.routing_replay
+        if replay.mode != "r3":
             return batch, {}
-        return stages.with_fallback(batch, self.config.routing_replay, names)
+        batch, metrics = stages.with_fallback(batch, replay, names)
+        if replay.max_age is not None:
+            ages = self.pipeline.token_ages(step, batch)
+            batch, measured = stages.without_older_routes(batch, ages, replay.max_age)
+            metrics |= measured
+        return batch, metrics
 
     def score(self, batch: Batch, step: int) -> tuple[Batch, Scored | None]:
         """Old log-probabilities: R3 replays the rollout's routes here, R2 records its own.
@@ -220,8 +229,10 @@ class Trainer(Loop):
         return route_gate.flip_metrics(agreement, noise, flips)
 
     def measures(self, batch: Batch, step: int) -> bool:
-        every = self.config.routing_replay.sample_every
-        return batch.rollout_expert_indices is not None and (step - 1) % every == 0
+        if batch.rollout_expert_indices is None or batch.route_mask is None:
+            return False
+        is_due = (step - 1) % self.config.routing_replay.sample_every == 0
+        return is_due and bool(batch.route_mask.any())  # all may be older than max_age
 
     def score_reference(self, batch: Batch) -> Batch:
         """By default natively; ``routing_replay.reference=replay`` uses the policy's routes."""

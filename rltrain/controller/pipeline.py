@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from rltrain.batch import Batch
 from rltrain.controller.admission import Admission, Schedule
 from rltrain.controller.sampling import Sampled, Sampler, Sampling
@@ -130,6 +132,15 @@ class RolloutPipeline:
         sampled, metrics = batch.result
         return sampled, metrics | self._age(step, sampled.batch) | self._ahead(batch)
 
+    def token_ages(self, step: int, batch: Batch) -> Tensor:
+        """How many steps the policy of ``step`` is ahead of the weights that sampled each token.
+        # [N]"""
+        (versions,) = batch.require("token_versions")
+        made_by = versions.clone()
+        for version in versions.unique().tolist():
+            made_by[versions == version] = self._steps[version]
+        return step - 1 - made_by
+
     def work(self) -> None:
         """Advance what was started, and start what may be, without waiting for anything."""
         self._advance(0.0)
@@ -201,11 +212,9 @@ class RolloutPipeline:
 
     def _age(self, step: int, batch: Batch) -> dict[str, float]:
         """How many steps the policy is ahead of the weights that sampled the tokens of a batch."""
-        (versions,) = batch.require("token_versions")
-        found, counts = versions[batch.response_mask].unique(return_counts=True)
-        tokens: Counter[int] = Counter()
-        for version, count in zip(found.tolist(), counts.tolist(), strict=True):
-            tokens[step - 1 - self._steps[version]] += count
+        of_responses = self.token_ages(step, batch)[batch.response_mask]
+        ages, counts = of_responses.unique(return_counts=True)
+        tokens = Counter(dict(zip(ages.tolist(), counts.tolist(), strict=True)))
         by_age = {str(age): tokens[age] for age in sorted(tokens)}
         self.write(step, {"event": "trained", "tokens_by_age": by_age})
         summed = sum(age * count for age, count in tokens.items())

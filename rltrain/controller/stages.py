@@ -66,6 +66,23 @@ def with_fallback(
     return batch.with_fields(loss_mask=loss_mask & survives), metrics
 
 
+def without_older_routes(
+    batch: Batch, token_ages: Tensor, max_age: int
+) -> tuple[Batch, dict[str, float]]:
+    """Take rows out of ``route_mask`` whose experts were chosen by weights that are more than
+    ``max_age`` steps old. A row's weights are those that sampled the token after it.
+
+    Args:
+        token_ages: of the weights that sampled each token, in steps  # [N]
+    """
+    (route_mask,) = batch.require("route_mask")
+    older = token_ages.roll(-1) > max_age  # the last row of a sequence owes no route
+    metrics = {
+        "routing/older_fraction": float((route_mask & older).sum()) / max(1, int(route_mask.sum()))
+    }
+    return batch.with_fields(route_mask=route_mask & ~older), metrics
+
+
 def with_correction(batch: Batch, correction: CorrectionConfig) -> tuple[Batch, dict[str, float]]:
     """Weigh, or take out of ``loss_mask``, what trainer and engine disagree about."""
     if not correction.active:

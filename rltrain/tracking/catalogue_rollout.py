@@ -261,6 +261,12 @@ ROUTING = (
         "differing rows",
         when="sampled",
     ),
+    _routing(
+        "routing/older_fraction",
+        "rows whose routes were not replayed, since their weights are older than "
+        "routing_replay.max_age",
+        "captured rows",
+    ),
     _routing("routing/padded_fraction", "padding rows of an update", "rows that routers see"),
     _routing("routing/bytes_per_token", "bytes of captured routes", "captured rows", "B"),
     _routing("routing/host_bytes", "bytes of the step's routes in the object store", "-", "B"),

@@ -95,6 +95,11 @@ IMPOSSIBLE = [
         "set trainer.max_staleness=1 or more",
         "updates in flight meet engines that run ahead",
     ),
+    (
+        {"routing_replay.mode": "r3", "routing_replay.max_age": 1},
+        "set routing_replay.fallback to live or r2",
+        "rows with older routes choose in some way",
+    ),
     ({"rollout.stop": [""]}, "'' is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a\ufffd"]}, "is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a", "b", "a"]}, "stands there twice", "stop strings differ"),

@@ -139,6 +139,7 @@ def test_no_token_is_too_old_and_every_batch_is_trained_on_once_in_order(
         ages = [step - 1 - (version - 1) for version in sampled.batch.token_versions[::3].tolist()]
         assert metrics["rollout/staleness"] == pytest.approx(sum(ages) / len(ages))
         assert min(ages) >= 0
+        assert pipeline.token_ages(step, sampled.batch)[::3].tolist() == ages
         drawn += rounds[step]
         assert pipeline.cursor == {"drawn": drawn}  # as if nothing had been drawn ahead
         if max_staleness == 0:

@@ -8,7 +8,7 @@ import torch
 
 from rltrain.batch import Batch, RouteRef
 from rltrain.config.routing import RoutingReplayConfig
-from rltrain.controller.stages import check_overlap, with_fallback
+from rltrain.controller.stages import check_overlap, with_fallback, without_older_routes
 from rltrain.controller.step_metrics import (
     link_metrics,
     load_metrics,
@@ -207,3 +207,24 @@ def test_mismatch_is_told_in_units_of_entropy() -> None:
     both = {"mismatch/k3": 1e-4, "policy/entropy": 0.5}
     assert mismatch_over_entropy(both) == {"policy/mismatch_over_entropy": 2e-4}
     assert mismatch_over_entropy({"mismatch/k3": 1e-4}) == {}
+
+
+def test_a_row_is_as_old_as_the_token_that_it_sampled() -> None:
+    """A prompt of 2 with a response of 3 that saw an update after its first token, and one of 1 and
+    2 without."""
+    batch = Batch(
+        tokens=torch.arange(8),
+        seq_lens=torch.tensor([5, 3]),
+        response_mask=torch.tensor([0, 0, 1, 1, 1, 0, 1, 1]).bool(),
+        route_mask=torch.tensor([1, 1, 1, 1, 0, 1, 0, 0]).bool(),  # one row is missing
+    )
+    ages = torch.tensor([2, 2, 2, 1, 1, 0, 0, 0])
+    for max_age, kept, older in (
+        (2, [1, 1, 1, 1, 0, 1, 0, 0], 0),
+        (1, [0, 0, 1, 1, 0, 1, 0, 0], 2 / 5),
+        (0, [0, 0, 0, 0, 0, 1, 0, 0], 4 / 5),
+    ):
+        found, metrics = without_older_routes(batch, ages, max_age)
+        assert found.route_mask is not None
+        assert found.route_mask.tolist() == [bool(row) for row in kept]
+        assert metrics == {"routing/older_fraction": pytest.approx(older)}
