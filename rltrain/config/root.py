@@ -127,6 +127,12 @@ class Config(Section):
     @model_validator(mode="after")
     def what_is_recorded_needs_the_pass_that_records(self) -> Self:
         replay = self.routing_replay
+        if self.algorithm.bypass_old_logprobs and replay.min_gate_ratio:
+            raise ValueError(
+                "algorithm.bypass_old_logprobs=true leaves out the log-probability pass, in which "
+                f"routing_replay.min_gate_ratio={replay.min_gate_ratio:g} decides what the update "
+                "replays: use min_gate_ratio=0, or recompute the old log-probabilities"
+            )
         if self.algorithm.bypass_old_logprobs and "r2" in (replay.mode, replay.fallback):
             raise ValueError(
                 "algorithm.bypass_old_logprobs=true leaves out the log-probability pass, in which "

@@ -45,6 +45,10 @@ class RoutingReplayConfig(Section):
     """With ``trainer.max_staleness``: replay only routes whose weights are at most so many steps
     older than the policy. Rows with older routes do what ``fallback`` says, ``live`` or ``r2``, and
     do not count against its limits. null: replay them all."""
+    min_gate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """In mode r3, keep a replayed expert only if its gate is at least so many times the smallest
+    gate of the router's own choice. The best of that choice takes its place, in the
+    log-probability pass; the update replays what that pass used. 0: keep all."""
     max_sample_fallback: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Maximum share of the rows of a sample that may fall back. A sample above it leaves the
     loss."""
@@ -64,6 +68,20 @@ class RoutingReplayConfig(Section):
                 f"max_age={self.max_age} does not replay older routes, and fallback="
                 f"{self.fallback} does not say how such rows choose: set "
                 "routing_replay.fallback to live or r2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def gates_judge_what_is_replayed(self) -> Self:
+        if self.min_gate_ratio and self.mode != "r3":
+            raise ValueError(
+                f"min_gate_ratio={self.min_gate_ratio:g} judges the experts of the rollout, and "
+                f"mode={self.mode} replays none: set routing_replay.mode=r3 or min_gate_ratio=0"
+            )
+        if self.min_gate_ratio and self.trace:
+            raise ValueError(
+                "trace=true compares what routers use with what the engine used, and "
+                f"min_gate_ratio={self.min_gate_ratio:g} changes it: use one of the two"
             )
         return self
 

@@ -76,6 +76,8 @@ class Trainer(Loop):
             metrics |= step_metrics.link_metrics(batch, self.policy.route_links)
             self.tracker.links(step, "routes", self.policy.route_links)
             batch, scored = self.score(batch, step)
+            if scored is not None:
+                metrics |= step_metrics.replayed_metrics(scored)
         with timer.phase("native_logprobs"):
             is_fresh = metrics["rollout/staleness_max"] == 0
             measured, flipped = self.compare_with_native(batch, scored, is_fresh=is_fresh)
@@ -128,6 +130,12 @@ class Trainer(Loop):
         metrics["rollout/engine_restarts"] = float(self.engine_restarts.count)
         return metrics
 
+    @property
+    def update_routing(self) -> Literal["native", "rollout", "recorded"]:
+        """Whose experts an update uses."""
+        replay = self.config.routing_replay
+        return "recorded" if replay.min_gate_ratio else UPDATE_ROUTING[replay.mode]
+
     # The stages
 
     def fall_back(
@@ -159,7 +167,7 @@ class Trainer(Loop):
             scored = self.policy.score(
                 routing="rollout" if replay.mode == "r3" else "native",
                 measure=self.measures(batch, step),
-                record=replay.mode == "r2" or replay.fallback == "r2",
+                record=replay.mode == "r2" or replay.fallback == "r2" or replay.min_gate_ratio > 0,
             )
             require_finite("old_logprobs", scored.logprobs, batch.response_mask, batch.seq_lens)
         if bypass or scored is None:
@@ -237,7 +245,7 @@ class Trainer(Loop):
     def score_reference(self, batch: Batch) -> Batch:
         """By default natively; ``routing_replay.reference=replay`` uses the policy's routes."""
         native = self.config.routing_replay.reference == "native"
-        routing = "native" if native else UPDATE_ROUTING[self.config.routing_replay.mode]
+        routing = "native" if native else self.update_routing
         scored = self.policy.score(routing=routing, of="reference")
         require_finite("ref_logprobs", scored.logprobs, batch.response_mask, batch.seq_lens)
         return batch.with_fields(ref_logprobs=scored.logprobs)
@@ -274,7 +282,7 @@ class Trainer(Loop):
 
     def update(self, batch: Batch) -> list[Updated]:
         fields = stages.policy_fields(batch)
-        routing = UPDATE_ROUTING[self.config.routing_replay.mode]
+        routing = self.update_routing
         self.weight_sync.outdate()
         return self.policy.update(fields, routing=routing, kl_coef=self.kl_coef)
 

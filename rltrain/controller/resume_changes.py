@@ -55,7 +55,7 @@ MEANING = (
     *("rollout.oversample", "rollout.seeded", "rollout.engine_args", "rollout.update_in_flight"),
     *("policy.precision.", "policy.megatron_args"),
     *("routing_replay.mode", "routing_replay.reference", "routing_replay.fallback"),
-    "routing_replay.max_age",
+    *("routing_replay.max_age", "routing_replay.min_gate_ratio"),
     *("routing_replay.max_sample_fallback", "routing_replay.max_batch_fallback"),
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rltrain.algorithms.sequences import sequence_sum
 from rltrain.batch import Batch
 from rltrain.environments.reward_sample import RewardResult
-from rltrain.policy.types import NO_FLIP, Agreement, Updated
+from rltrain.policy.types import NO_FLIP, Agreement, Scored, Updated
 from rltrain.routing.links import Link
 
 STATS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
@@ -76,6 +76,12 @@ def _correct_metrics(
 
 def _share(groups: Sequence[Tensor], holds: Callable[[Tensor], bool]) -> float:
     return sum(map(holds, groups)) / len(groups)
+
+
+def replayed_metrics(scored: Scored) -> dict[str, float]:
+    """Which share of the rollout's experts its routers replaced; with ``min_gate_ratio``."""
+    kept, whole = scored.replayed
+    return {"routing/replaced_fraction": 1 - kept / whole} if whole else {}
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:

@@ -39,12 +39,17 @@ class StageScored:
 
     logprobs: Tensor | None  # of the last stage  # [N]
     agreement: Agreement | None  # in the stage's layers
+    replayed: tuple[int, int] = (0, 0)
+    """Experts of the rollout that were kept, and those that were to be, in the stage's layers; of a
+    pass in which some may not be."""
 
 
 @dataclass(frozen=True)
 class Scored:
     logprobs: Tensor  # [N]
     agreement: Agreement | None
+    replayed: tuple[int, int] = (0, 0)
+    """As of `StageScored`, of all stages and shards."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from rltrain.policy.offload import PartTensors, parameters_and_buffers
 from rltrain.policy.passes.fetch_routes import fetch_and_count
 from rltrain.policy.passes.locate import locate
 from rltrain.policy.passes.micro_batch import MicroBatch
-from rltrain.policy.passes.native_agreement import agree
+from rltrain.policy.passes.native_agreement import agree, kept_of_replayed
 from rltrain.policy.passes.passes import ModelOnMesh, Recorded, Recorder, score
 from rltrain.policy.passes.sequence_means import sequence_mean
 from rltrain.policy.types import Place, Plan, StageScored, Updated
@@ -154,6 +154,7 @@ class PolicyWorker(MegatronWorker):
         model = self.model if of == "policy" else self.reference
         assert model is not None, "the reference was not built: algorithm.kl.coef is 0"
         traced = self.config.routing_replay.trace and routing == "rollout"
+        ratio = self.config.routing_replay.min_gate_ratio if routing == "rollout" else 0.0
         scores = score(
             model,
             self._cut(plan, shard),
@@ -161,6 +162,7 @@ class PolicyWorker(MegatronWorker):
             replay=routing != "native" or compares,
             record=record or measure or traced,
             compare=compares,
+            min_gate_ratio=ratio,
         )
         if record and scores.recorded is not None:
             self.recorded_routes = scores.recorded.used
@@ -175,7 +177,10 @@ class PolicyWorker(MegatronWorker):
             layers = self.model.route_layers
             sizes = self.arch.num_layers, self.arch.num_experts
             agreement = agree(shard, scores.recorded, layers, *sizes)
-        return StageScored(scores.logprobs, agreement)
+        replayed = (0, 0)
+        if ratio > 0 and scores.recorded is not None:
+            replayed = kept_of_replayed(shard, scores.recorded)
+        return StageScored(scores.logprobs, agreement, replayed)
 
     def locate(self, plan: Plan, *, routing: Literal["native", "rollout"]) -> Place | None:
         """See `rltrain.policy.passes.locate`. Collective."""

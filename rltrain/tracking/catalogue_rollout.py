@@ -267,6 +267,12 @@ ROUTING = (
         "routing_replay.max_age",
         "captured rows",
     ),
+    _routing(
+        "routing/replaced_fraction",
+        "experts of the rollout that were not replayed, since their gate is below "
+        "routing_replay.min_gate_ratio",
+        "captured rows x layers x K",
+    ),
     _routing("routing/padded_fraction", "padding rows of an update", "rows that routers see"),
     _routing("routing/bytes_per_token", "bytes of captured routes", "captured rows", "B"),
     _routing("routing/host_bytes", "bytes of the step's routes in the object store", "-", "B"),

@@ -130,7 +130,8 @@ class PolicyGroup(WorkerGroup["PolicyWorker"]):
         shards = [merge_stages(stages) for stages in answers]
         logprobs = self._unshard([scored.logprobs for scored in shards])
         agreements = [scored.agreement for scored in shards if scored.agreement is not None]
-        return Scored(logprobs, self._merge(agreements) if agreements else None)
+        merged = self._merge(agreements) if agreements else None
+        return Scored(logprobs, merged, _pair([scored.replayed for scored in shards]))
 
     def locate(self, *, routing: Literal["native", "rollout"]) -> Place | None:
         """The first number in a scoring pass that is not finite; its token is one of the batch."""
@@ -211,8 +212,9 @@ def merge_stages(stages: Sequence[StageScored]) -> Scored:
     """What the pipeline stages know of one shard, together."""
     (logprobs,) = (stage.logprobs for stage in stages if stage.logprobs is not None)
     agreements = [stage.agreement for stage in stages if stage.agreement is not None]
+    replayed = _pair([stage.replayed for stage in stages])
     if not agreements:
-        return Scored(logprobs, None)
+        return Scored(logprobs, None, replayed)
     agreement = Agreement(
         num_rows=agreements[0].num_rows,
         shared={layer: n for stage in agreements for layer, n in stage.shared.items()},
@@ -225,7 +227,12 @@ def merge_stages(stages: Sequence[StageScored]) -> Scored:
         num_judged=agreements[0].num_judged,
         flips={layer: flips for stage in agreements for layer, flips in stage.flips.items()},
     )
-    return Scored(logprobs, agreement)
+    return Scored(logprobs, agreement, replayed)
+
+
+def _pair(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The sums of both."""
+    return sum(first for first, _ in parts), sum(second for _, second in parts)
 
 
 def _summed(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -57,3 +57,10 @@ def agree(
         num_judged=int(judged_rows(mask, lens).sum()) if recorded.flips is not None else 0,
         flips=recorded.flips or {},
     )
+
+
+def kept_of_replayed(shard: Batch, recorded: Recorded) -> tuple[int, int]:
+    """How many experts of the rollout were used, in this stage's layers, and how many there are."""
+    routes, mask = shard.require("rollout_expert_indices", "route_mask")
+    shared = num_shared(decode(recorded.used), decode(routes))[mask]
+    return int(shared.sum()), shared.numel() * routes.shape[2]

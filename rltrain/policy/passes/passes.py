@@ -128,6 +128,7 @@ def score(
     replay: bool,
     record: bool,
     compare: bool = False,
+    min_gate_ratio: float = 0.0,
 ) -> Scores:
     """Log-probabilities of a shard's tokens, without gradients.
 
@@ -137,9 +138,17 @@ def score(
         record: also return what the routers did
         compare: with ``record`` and ``replay``, also how far the replayed experts lie below the
             routers' own choice
+        min_gate_ratio: with ``replay``, which of these are kept; see `tapped`
     """
     recorder = Recorder(model, num_tokens, compare=compare) if record else None
-    logprobs = infer(model, micro_batches, num_tokens, replay=replay, recorder=recorder)
+    logprobs = infer(
+        model,
+        micro_batches,
+        num_tokens,
+        replay=replay,
+        recorder=recorder,
+        min_gate_ratio=min_gate_ratio,
+    )
     return Scores(logprobs, recorder.gathered() if recorder is not None else None)
 
 
@@ -150,6 +159,7 @@ def infer(
     *,
     replay: bool = False,
     recorder: "Recorder | None" = None,
+    min_gate_ratio: float = 0.0,
 ) -> Tensor | None:
     """The model's first output for every token of a shard, without gradients.
 
@@ -162,7 +172,14 @@ def infer(
         slots.append((mb, model.outputs(output, mb.target_ids)[0]))
 
     with torch.no_grad():
-        _run(model, micro_batches, collect, replay=replay, recorder=recorder)
+        _run(
+            model,
+            micro_batches,
+            collect,
+            replay=replay,
+            recorder=recorder,
+            min_gate_ratio=min_gate_ratio,
+        )
     by_token = torch.zeros(num_tokens)
     for mb, values in slots:  # now, and not while there are micro-batches to start
         mb.scatter(values, mb.layout.targets, by_token)
@@ -204,6 +221,7 @@ def _run(
     replay: bool,
     backward: bool = False,
     recorder: "Recorder | None" = None,
+    min_gate_ratio: float = 0.0,
 ) -> None:
     """One schedule over the micro-batches."""
     layers = model.route_layers
@@ -239,6 +257,7 @@ def _run(
                 recomputations=model.reruns(number) if backward else None,
                 record=recorder is not None,
                 compare=recorder is not None and recorder.compares,
+                min_gate_ratio=min_gate_ratio if replay else 0.0,
             )
             taps[id(chunk)] = stack.enter_context(block)
         get_forward_backward_func()(

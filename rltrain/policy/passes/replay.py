@@ -27,6 +27,7 @@ from rltrain.routing.agreement import choice_margin, gate_mass
 from rltrain.routing.codec import decode
 from rltrain.routing.deficits import Deficits, deficits
 from rltrain.routing.expert_groups import BEST_OF_GROUP
+from rltrain.routing.gate_admission import admitted
 
 _UPSTREAM = ("scores", "topk", "num_groups", "group_topk", "default_compute_topk")
 
@@ -61,6 +62,7 @@ class RouterTap:
         expert_bias: Tensor | None = None,
         best_of_group: int = 2,
         sigmoid: bool = False,
+        min_gate_ratio: float = 0.0,
     ) -> None:
         self.layer = layer
         self.recomputations = recomputations
@@ -68,6 +70,7 @@ class RouterTap:
         self.expert_bias = expert_bias
         self.best_of_group = best_of_group
         self.sigmoid = sigmoid
+        self.min_gate_ratio = min_gate_ratio
         self.recording = False
         self.comparing = False
         self.running: int | None = None  # the micro-batch whose forward pass is under way
@@ -91,10 +94,11 @@ class RouterTap:
             experts = self._recompute(scores)
             return scores.gather(1, experts), experts
         native = None
-        if self.recording or self.target is None or self.target.replayed is not None:
+        chooses = self.target is None or self.target.replayed is not None or self.min_gate_ratio > 0
+        if self.recording or chooses:
             assert default_compute_topk is not None
             _, native = default_compute_topk(scores, topk, num_groups, group_topk)
-        experts = self._forward(self.running, (len(scores), topk), native)
+        experts = self._forward(self.running, scores, topk, native)
         if self.recording:
             assert native is not None
             margin = choice_margin(
@@ -106,20 +110,22 @@ class RouterTap:
             )
         return scores.gather(1, experts), experts
 
-    def _forward(self, micro_batch: int, shape: tuple[int, int], native: Tensor | None) -> Tensor:
+    def _forward(
+        self, micro_batch: int, scores: Tensor, topk: int, native: Tensor | None
+    ) -> Tensor:
         """The experts of a micro-batch; ``native`` may be None where no row chooses live."""
         if micro_batch in self.forwarded:
             raise RuntimeError(
                 f"layer {self.layer}: micro-batch {micro_batch} ran forward twice [RL5007]"
             )
         self.forwarded.add(micro_batch)
-        experts = self._chosen(micro_batch, shape, native)
+        experts = self._chosen(micro_batch, scores.detach(), topk, native)
         if self.recomputations:
             self.owed[micro_batch] = experts
         return experts
 
-    def _chosen(self, micro_batch: int, shape: tuple[int, int], native: Tensor | None) -> Tensor:
-        target = self.target
+    def _chosen(self, micro_batch: int, scores: Tensor, topk: int, native: Tensor | None) -> Tensor:
+        target, shape = self.target, (len(scores), topk)
         if target is None:
             assert native is not None
             return native
@@ -130,6 +136,9 @@ class RouterTap:
                 " [RL5007]"
             )
         experts = decode(target.experts)
+        if self.min_gate_ratio > 0:
+            assert native is not None
+            experts = admitted(self._all_gates(scores), experts, native, self.min_gate_ratio)
         if target.replayed is None:
             return experts
         assert native is not None
@@ -143,8 +152,12 @@ class RouterTap:
         margin: Tensor,
         compared: Deficits | None,
     ) -> RouterRecord:
-        gates = scores.float().softmax(dim=-1) if self.scores_are_logits else self._gates(scores)
-        return RouterRecord(native, experts, gate_mass(gates, experts, native), margin, compared)
+        mass = gate_mass(self._all_gates(scores), experts, native)
+        return RouterRecord(native, experts, mass, margin, compared)
+
+    def _all_gates(self, scores: Tensor) -> Tensor:
+        """Of all experts  # [S, E]"""
+        return scores.float().softmax(dim=-1) if self.scores_are_logits else self._gates(scores)
 
     def _gates(self, scores: Tensor) -> Tensor:
         """Of scores that are no logits. A bias moves the choice and is no part of a gate."""
@@ -251,6 +264,7 @@ def tapped(
     recomputations: Mapping[int, int] | None = None,
     record: bool = False,
     compare: bool = False,
+    min_gate_ratio: float = 0.0,
 ) -> Iterator[RoutingTaps]:
     """Route one pass of ``num_micro_batches`` through taps; nothing of it outlives the block.
 
@@ -260,6 +274,7 @@ def tapped(
             (`rltrain.policy.passes.recompute`); None where there is no backward pass
         record: keep what every router did for `RoutingTaps.recorded`
         compare: with ``record``, also how far its targets lie below its own choice
+        min_gate_ratio: see `rltrain.routing.gate_admission.admitted`; 0 keeps all targets
 
     Raises:
         RuntimeError: a router was skipped, ran twice, or saw other rows than its routes have.
@@ -273,6 +288,7 @@ def tapped(
             router.expert_bias,
             BEST_OF_GROUP[router.config.moe_router_score_function],
             sigmoid=router.config.moe_router_score_function == "sigmoid",
+            min_gate_ratio=min_gate_ratio,
         )
         for layer, router in routers.items()
     }

@@ -100,6 +100,29 @@ IMPOSSIBLE = [
         "set routing_replay.fallback to live or r2",
         "rows with older routes choose in some way",
     ),
+    (
+        {"routing_replay.mode": "r2", "routing_replay.min_gate_ratio": 0.5},
+        "set routing_replay.mode=r3",
+        "gates judge what is replayed",
+    ),
+    (
+        {
+            "routing_replay.mode": "r3",
+            "routing_replay.min_gate_ratio": 0.5,
+            "routing_replay.trace": True,
+        },
+        "use one of the two",
+        "gates judge what is replayed",
+    ),
+    (
+        {
+            "routing_replay.mode": "r3",
+            "routing_replay.min_gate_ratio": 0.5,
+            "algorithm.bypass_old_logprobs": True,
+        },
+        "use min_gate_ratio=0",
+        "what is recorded needs the pass that records",
+    ),
     ({"rollout.stop": [""]}, "'' is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a\ufffd"]}, "is in no text", "stop strings can appear"),
     ({"rollout.stop": ["a", "b", "a"]}, "stands there twice", "stop strings differ"),

@@ -101,6 +101,29 @@ def test_rows_that_chose_live_repeat_that_choice() -> None:
         assert recompute(built, output, logits.flip(1)) == chosen
 
 
+@pytest.mark.parametrize("fields", [{}, {"moe_router_pre_softmax": True}, SIGMOID, BIAS])
+def test_an_expert_that_the_router_has_left_is_not_replayed(fields: dict[str, Any]) -> None:
+    """By its own gates, whatever scores Megatron hands to the tap; and recomputed as it was."""
+    built, logits = router(**fields), draw(3)
+    lowest = logits.argmin(1)
+    experts = torch.stack([logits.argmax(1), lowest], 1).to(torch.uint8)
+    given_ = {0: Target(experts, torch.tensor([True, True, False]))}
+    ran = {}
+    for ratio in (0.0, 1e-9, 1.0):
+        with tapped(
+            {0: built},
+            num_micro_batches=1,
+            recomputations={0: 1},
+            record=True,
+            min_gate_ratio=ratio,
+        ) as taps:
+            ran[ratio], output = forward(taps, built, 0, logits, given_)
+            used = taps.recorded(0)[0].used.sort().values.tolist()
+            assert used == ran[ratio] == recompute(built, output, logits.flip(1))
+    assert ran[0.0] == ran[1e-9] == [*experts[:2].long().sort().values.tolist(), native(logits)[2]]
+    assert ran[1.0] == native(logits)
+
+
 @given(st.permutations(range(4)), st.lists(st.integers(1, 5), min_size=4, max_size=4))
 @example([0, 1, 2, 3], [3, 3, 3, 3])  # 1F1B
 @example([3, 2, 1, 0], [3, 3, 3, 3])  # last in, first out: Megatron's queue gives each another's
