@@ -61,7 +61,7 @@ class Trainer(Loop):
     def begin(self) -> dict[str, float]:
         step = self.start.after
         metrics = self.sync_weights(step, StepTimer(on_phase=self.tracker.phase))
-        return metrics if self.syncs(step) else {}
+        return (metrics if self.syncs(step) else {}) | self.restarts_so_far
 
     def take(self, step: int, timer: StepTimer, *, is_first: bool) -> Step:
         sampled, metrics = self.pipeline.take(step, timer)
@@ -127,8 +127,11 @@ class Trainer(Loop):
         assert self.synced_after == step or not self.evaluator.is_due(step), (
             "an evaluation measures the weights of its step"
         )
-        metrics["rollout/engine_restarts"] = float(self.engine_restarts.count)
-        return metrics
+        return metrics | self.restarts_so_far
+
+    @property
+    def restarts_so_far(self) -> dict[str, float]:
+        return {"rollout/engine_restarts": float(self.engine_restarts.count)}
 
     @property
     def update_routing(self) -> Literal["native", "rollout", "recorded"]:

@@ -8,17 +8,10 @@ from safetensors.torch import load_file
 
 from rltrain.cli.app import main as rltrain
 from rltrain.tracking.jsonl import read_jsonl
-from tests.reliability.same_run import row_differences
+from tests.reliability.same_run import TIMED, row_differences
 
-MEASURED = (
-    "time/",
-    "throughput/",
-    "memory/",
-    "gpu/",
-    "rollout/weight_version",
-    "rollout/engine_restarts",
-)
-"""Beginnings of the names of metrics that two runs that do the same need not agree on."""
+MEASURED = (*TIMED, "rollout/weight_version", "rollout/engine_restarts")
+"""Beginnings of the names of metrics that a run with faults need not share with one without."""
 LEVEL = re.compile(r"^(?:\S+ \S+ )?(?:ERROR|WARNING|rltrain:) ?")
 WENT_ON = re.compile(r"from the checkpoint of step \d+|resumed after step \d+")
 

@@ -12,6 +12,7 @@ from rltrain.cli.app import main as rltrain
 from rltrain.config.model import TinyModel
 from tests.hosts.stage import Machine, Run, Stage
 from tests.integration.conftest import OF_RL, SMALL
+from tests.reliability.same_run import TIMED
 
 TINY = TinyModel(num_layers=2, hidden_size=64, expert_size=64)
 """That of `SMALL`."""
@@ -40,7 +41,7 @@ WIDE = (
     "tracking.num_samples=1000000",
 )
 """So much data that what is moved for its own sake counts little beside it."""
-MEASURED = ("time/", "throughput/", "memory/", "routing/bytes_", "weights/bytes_")
+MEASURED = (*TIMED, "routing/bytes_", "weights/bytes_")
 """Begin the names of metrics that depend on the hosts."""
 
 

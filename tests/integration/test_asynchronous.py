@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rltrain.tracking.jsonl import read_jsonl
-from tests.reliability.same_run import row_differences
+from tests.reliability.same_run import TIMED, row_differences
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 STEPS = 5
@@ -26,7 +26,6 @@ SET = (
     "checkpoint.every=1",
     f"checkpoint.keep={STEPS}",
 )
-TIMED = ("time/", "throughput/", "memory/", "rollout/batches", "rollout/gen", "rollout/engines_b")
 
 
 def reward_by_letters(folder: Path) -> str:

@@ -32,6 +32,7 @@ from rltrain.cli.app import main as rltrain
 from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.mlflow import key
+from tests.reliability.same_run import TIMED
 
 pytestmark = [
     pytest.mark.integration,
@@ -63,7 +64,7 @@ PROMISED = {
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
     """What two runs that do the same must agree on, to the last digit."""
     # A resumed run has new engines, which count their weight syncs anew.
-    measured = ("time/", "throughput/", "memory/", "rollout/weight_version")
+    measured = (*TIMED, "rollout/weight_version")
     return {name: value for name, value in row.items() if not name.startswith(measured)}
 
 

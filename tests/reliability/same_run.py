@@ -7,7 +7,12 @@ from typing import Any
 
 from rltrain.tracking.jsonl import read_jsonl
 
-MEASURED = ("time/", "throughput/", "memory/", "rollout/weight_version", "checkpoint/pending")
+TIMED = (
+    *("time/", "throughput/", "memory/", "gpu/"),
+    *("rollout/generate_seconds", "rollout/engines_busy_fraction", "rollout/batches_ready"),
+)
+"""Beginnings of the names of metrics that two runs that do the same need not agree on."""
+MEASURED = (*TIMED, "rollout/weight_version", "checkpoint/pending")
 """Metrics that differ between such runs. A resumed one has new engines, which count syncs anew."""
 
 OWN = ("state.json", "/.metadata")
