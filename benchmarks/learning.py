@@ -20,7 +20,15 @@ from matplotlib import pyplot
 from rltrain.tracking.jsonl import read_jsonl
 
 RECIPES = [
-    *("grpo_moe_r3", "grpo_moe_r2", "grpo_moe_off", "dr_grpo_moe_r3", "dapo_moe_r3", "gspo_moe_r3"),
+    *(
+        "grpo_moe_r3",
+        "grpo_moe_r3_async",
+        "grpo_moe_r2",
+        "grpo_moe_off",
+        "dr_grpo_moe_r3",
+        "dapo_moe_r3",
+        "gspo_moe_r3",
+    ),
     *("cispo_moe_r3", "rloo_moe_r3", "ppo_moe_r3", "sft_tiny"),
 ]
 SPLIT = "+recipe=grpo_moe_r3 trainer.mini_batches=8 trainer.eval_every=4"
