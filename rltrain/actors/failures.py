@@ -31,6 +31,9 @@ from rltrain.parallel.rendezvous import within
 
 POLL_S = 5.0
 """How often a wait checks whether another actor of the run has died."""
+LOOK_S = 0.2
+"""How often a wait checks whether the run's nodes and Ray itself live. Without its raylet, Ray ends
+this process at the next call that needs it, without a word."""
 WORK_S = 0.05
 """How often a wait does the work of `meanwhile`."""
 FETCH_S = 60.0
@@ -143,14 +146,18 @@ def meanwhile(work: Callable[[], None]) -> Iterator[None]:
         _work.remove(work)
 
 
-def _wait_some(refs: Sequence[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """As `ray.wait`, with the work of `meanwhile`, which may itself wait for actors."""
+def _wait_some(
+    refs: Sequence[Any], call: AwaitedCall, timeout_s: float
+) -> tuple[list[Any], list[Any]]:
+    """As `ray.wait`, with the work of `meanwhile`, which may itself wait for actors; raises as
+    `check_nodes`."""
     until = time.monotonic() + timeout_s
     while True:
         left = max(0.0, until - time.monotonic())
-        done, waiting = ray.wait(list(refs), timeout=min(left, WORK_S) if _work else left)
+        done, waiting = ray.wait(list(refs), timeout=min(left, WORK_S if _work else LOOK_S))
         if done or left == 0:
             return done, waiting
+        check_nodes(call)
         work, _work[:] = _work[:], []
         try:
             for one in work:
@@ -168,11 +175,12 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
     Raises:
         ActorFailed: an actor raised, died, or did not answer within ``timeout_s``.
     """
+    check_nodes(call)
     began, answers = time.time(), dict[Any, Any]()
     waiting, (call, limit_s) = list(refs), call.limited(timeout_s)
     while waiting:
         left = began + limit_s - time.time()
-        done, waiting = _wait_some(waiting, max(0.0, min(POLL_S, left)))
+        done, waiting = _wait_some(waiting, call, max(0.0, min(POLL_S, left)))
         for ref in done:
             try:
                 answers[ref] = ray.get(ref, timeout=FETCH_S)

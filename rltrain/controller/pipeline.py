@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from rltrain.actors.failures import AwaitedCall, check_nodes
 from rltrain.batch import Batch
 from rltrain.controller.admission import Admission, Schedule
 from rltrain.controller.sampling import Sampled, Sampler, Sampling
@@ -29,6 +30,8 @@ from rltrain.rollout.dispatch import POLL_S
 from rltrain.tracking.timers import StepTimer
 
 Wait = Literal["generate", "reward"]
+WAIT = AwaitedCall("rollout", "batch")
+"""What its waits are called where a node of the run, or Ray itself, is lost in one."""
 
 
 @dataclass
@@ -186,7 +189,11 @@ class RolloutPipeline:
 
         Args:
             patience_s: how long the first batch may wait; the others do not
+
+        Raises:
+            ActorFailed: as `check_nodes`, and as the generation of a batch.
         """
+        check_nodes(WAIT)
         for batch in list(self._started):
             if batch.result is None:
                 self._advance_one(batch, patience_s)

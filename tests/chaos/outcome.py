@@ -13,6 +13,8 @@ from tests.reliability.same_run import TIMED, row_differences
 MEASURED = (*TIMED, "rollout/weight_version", "rollout/engine_restarts")
 """Beginnings of the names of metrics that a run with faults need not share with one without."""
 LEVEL = re.compile(r"^(?:\S+ \S+ )?(?:ERROR|WARNING|rltrain:) ?")
+PREFLIGHT = "WARNING data.reward.function="
+"""Of the reward of these runs, which rewards no right answer: each start says so."""
 WENT_ON = re.compile(r"from the checkpoint of step \d+|resumed after step \d+")
 
 
@@ -20,7 +22,7 @@ def what_was_said(text: str) -> str:
     """The first error or warning of a run's output, and where the run went on from."""
     said, went_on = "", ""
     for line in text.splitlines():
-        if not said and (level := LEVEL.match(line)):
+        if not said and PREFLIGHT not in line and (level := LEVEL.match(line)):
             said = line[level.end() :].strip()
         if found := WENT_ON.search(line):
             went_on = found[0]

@@ -11,7 +11,7 @@ import ray
 import torch
 from torch import Tensor
 
-from rltrain.actors.failures import ActorFailed, AwaitedCall, get_all
+from rltrain.actors.failures import ActorFailed, AwaitedCall, check_nodes, get_all
 from rltrain.batch import Batch
 from rltrain.config import Config
 from rltrain.controller.cluster.method_call import method_call
@@ -129,6 +129,7 @@ class WorkerGroup(Generic[Worker]):
     ) -> tuple[str, list[Any]]:
         """As `_begin`; returns the method and references to the answers."""
         calls = [method_call(write, rank) for rank in ranks]
+        check_nodes(AwaitedCall(self.role, calls[0].method))
         refs = [
             self._workers[rank].call.remote(call.method, *call.args, **call.kwargs)
             for rank, call in zip(ranks, calls, strict=True)
