@@ -94,6 +94,7 @@ class Chain:
 
         Raises:
             Hung: nothing was heard of the run for `HANG_S`.
+            RuntimeError: the run ended by itself, or before it met every fault.
         """
         (self.folder / "tmp").mkdir(mode=0o700)
         self.run.mkdir(exist_ok=True)
@@ -111,6 +112,9 @@ class Chain:
             if fault.what in DAMAGES:
                 damage(fault.what, self.run)
         self._close(self._open)
+        if self._waiting:
+            unmet = ", ".join(f"{fault.name} in {fault.phase}" for fault in self._waiting)
+            raise RuntimeError(f"the run ended before it met these faults: {unmet}")
         left = self._left(before)
         for row in self.rows:
             row.left += left

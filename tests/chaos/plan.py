@@ -71,8 +71,8 @@ def whole() -> Iterator[Planned]:
             wide = ("rollout.tensor_parallel=2",) if who == "EngineCore" else ()
             yield Planned(in_phases(who, what), wide)
     for what in ("SIGTERM", "SIGINT"):
-        phases = ("start_ray", "start_engines", *PHASES[:3], *PHASES[3:])
-        yield Planned(in_phases("driver", what, phases))
+        at_start = (Fault("driver", what, phase, 0) for phase in ("start_ray", "start_engines"))
+        yield Planned((*at_start, *in_phases("driver", what)))
     yield Planned(
         in_phases("disk", "disk full", (START, "checkpoint", METRICS)), has_small_disk=True
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.chain import Chain, Row
-from tests.chaos.faults import DAMAGES, PHASES, PROCESSES, damage
+from tests.chaos.faults import DAMAGES, PHASES, PROCESSES, Fault, damage
 from tests.chaos.outcome import what_was_said
 from tests.chaos.plan import STEPS, whole
 from tests.chaos.results import BEGIN, END, keep, write_table
@@ -68,3 +68,18 @@ def test_the_page_is_written_between_its_marks(tmp_path: Path) -> None:
     assert f"| GCS: SIGKILL | eval | {said} | 3 | 0 | nothing | yes |" in text
     with pytest.raises(ValueError, match="expected"):
         write_table(tmp_path / "results" / "gcs-sigkill.json", tmp_path / "results")
+
+
+def test_a_run_that_meets_no_fault_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Chain, "_attempt", lambda self, resume: 0)
+    chain = Chain([Fault("driver", "SIGTERM", "update", 2)], [], tmp_path)
+    with pytest.raises(RuntimeError, match="before it met these faults: driver: SIGTERM in update"):
+        chain.execute()
+
+
+def test_faults_of_the_start_are_due_at_the_start() -> None:
+    faults = [fault for planned in whole() for fault in planned.faults if fault.who != "disk"]
+    assert {fault.phase for fault in faults} == {"start_ray", "start_engines", *PHASES}
+    assert all((fault.step == 0) == fault.phase.startswith("start_") for fault in faults)
