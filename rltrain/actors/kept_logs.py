@@ -48,21 +48,33 @@ def _changed(file: Path) -> float:
 
 
 def redact_logs(logs: Path, redactor: Redactor) -> None:
-    """Take the secrets out of the logs. Nobody writes to them any more."""
+    """Take the secrets out of the logs. Nobody writes to them any more. Where the disk is full, a
+    log keeps its size, and what does not fit is cut off its end."""
     for file in sorted(logs.glob("*.log")):
+        with file.open("rb") as source:
+            if all(clean == block for block, clean in _redacted(source, redactor)):
+                continue
         partial = file.with_name(f".{file.name}.partial")
-        changed = False
-        with file.open("rb") as source, partial.open("wb") as target:
-            for block in _blocks(source):
-                text = block.decode(errors="surrogateescape")
-                clean = redactor.text(text)
-                changed |= clean != text
-                target.write(clean.encode(errors="surrogateescape"))
-        if changed:
+        try:
+            with file.open("rb") as source, partial.open("wb") as target:
+                target.writelines(clean for _, clean in _redacted(source, redactor))
             shutil.copymode(file, partial)
             os.replace(partial, file)
-        else:
-            partial.unlink()
+        except OSError:
+            partial.unlink(missing_ok=True)
+            with file.open("r+b") as log:
+                clean = b"".join(clean for _, clean in _redacted(log, redactor))
+                size = log.seek(0, os.SEEK_END)
+                log.seek(0)
+                log.write(clean[:size])
+                log.truncate()
+
+
+def _redacted(source: Iterator[bytes], redactor: Redactor) -> Iterator[tuple[bytes, bytes]]:
+    """Each block of a log, and what is left of it."""
+    for block in _blocks(source):
+        text = redactor.text(block.decode(errors="surrogateescape"))
+        yield block, text.encode(errors="surrogateescape")
 
 
 def _blocks(source: Iterator[bytes]) -> Iterator[bytes]:

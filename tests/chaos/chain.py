@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from rltrain.tracking.tracker import last_step
-from tests.chaos.faults import DAMAGES, START, Fault, damage, inject, repair
+from tests.chaos.faults import DAMAGES, FILLER, START, Fault, damage, inject, repair
 from tests.chaos.outcome import what_was_said
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,9 @@ class Chain:
     def _take(self, phase: str, driver: int, connection: socket.socket) -> None:
         """The run waits at the start of a phase: meet what is due in it, and let it go on."""
         step = self.next_step
-        if self._open is not None and step > self._open.step:
+        # A full disk stays full until the run has ended and someone has made room.
+        is_full = (self.run / FILLER).exists()
+        if self._open is not None and step > self._open.step and not is_full:
             self._close(self._open)
         due = self._waiting[0] if self._waiting and self._open is None else None
         if due is None or due.phase != phase or step < due.step:

@@ -55,10 +55,13 @@ def execute(planned: Planned, reference: Reference) -> Chain:
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(chain.run)], check=True)
     try:
         chain.execute()
+        same = is_same(chain.run, undisturbed, reference.folder)
     except (RuntimeError, LookupError) as error:
         chain.failure = f"{type(error).__name__}: {error}"
         return chain
-    same = is_same(chain.run, undisturbed, reference.folder)
+    finally:
+        if planned.has_small_disk:
+            subprocess.run(["umount", "--lazy", str(chain.run)], check=True)
     for row in chain.rows:
         row.bitwise = same
     return chain

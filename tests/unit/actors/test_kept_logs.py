@@ -1,5 +1,6 @@
 """No secret stays in the logs of a run, and nothing else of them is lost."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -32,6 +33,24 @@ def test_known_names_and_shapes_go_at_the_end_and_crash_output_stays(tmp_path: P
     assert text.endswith(b"\xff\xfe not text\nFatal Python error: Segmentation fault")
     assert other.stat().st_ino == before.st_ino
     assert sorted(file.name for file in tmp_path.iterdir()) == ["engine-0.log", "policy-0.log"]
+
+
+@pytest.mark.parametrize("secret", [SECRET, "abc"], ids=["longer", "shorter"])
+def test_on_a_full_disk_no_secret_stays_either(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*paths: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    log = tmp_path / "engine-0.log"
+    log.write_text(f"x {secret} y\n" + "z" * 40)
+    size = log.stat().st_size
+    redact_logs(tmp_path, Redactor({"SOME_TOKEN": secret, "OTHER_TOKEN": SECRET}))
+    assert [file.name for file in tmp_path.iterdir()] == ["engine-0.log"]
+    assert SECRET not in log.read_text() and log.stat().st_size <= size
+    if secret == SECRET:
+        assert log.read_text() == "x [redacted] y\n" + "z" * 40
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
