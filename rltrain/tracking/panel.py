@@ -35,6 +35,7 @@ PHASES = {
     "advantages": "advantages",
     "critic_update": "critic update",
     "update": "update",
+    "drain": "waiting for the last responses",
     "weight_sync": "weight sync",
     "eval": "evaluation",
     "checkpoint": "checkpoint",

@@ -86,7 +86,7 @@ def test_a_name_that_is_complete_gets_no_space() -> None:
 def test_fish_and_zsh_get_whole_words_with_descriptions() -> None:
     recipes = fish("rltrain train +recipe=grpo_moe")
     assert recipes["+recipe=grpo_moe_r2"].startswith("The same run, replaying")
-    assert set(recipes) == {f"+recipe=grpo_moe_{mode}" for mode in ("off", "r2", "r3")}
+    assert set(recipes) == {f"+recipe=grpo_moe_{mode}" for mode in ("off", "r2", "r3", "r3_async")}
     assert "+recipe=sft_tiny" in zsh("rltrain data +recipe=")
 
 

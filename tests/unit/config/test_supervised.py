@@ -64,6 +64,8 @@ NEEDED = {
     "algorithm.kl.refresh_every": {"algorithm.kl.coef": 0.1},
     "critic.optimizer.min_lr": {"critic.optimizer.schedule": "linear"},
     "routing_replay.fallback": {"routing_replay.mode": "r3"},
+    "routing_replay.max_age": {"routing_replay.mode": "r3", "routing_replay.fallback": "live"},
+    "routing_replay.min_gate_ratio": {"routing_replay.mode": "r3"},
     "routing_replay.reference": {"routing_replay.mode": "r3", "algorithm.kl.coef": 0.1},
     "rollout.expert_parallel": {"rollout.tensor_parallel": 2},
 }
