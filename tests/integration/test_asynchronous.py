@@ -31,7 +31,9 @@ SET = (
 def reward_by_letters(folder: Path) -> str:
     """A model of five supervised steps has no right answer. This differs by response."""
     file = folder / "by_letters.py"
-    file.write_text("def score(response, answer):\n    return float(sum(map(ord, response)) % 3)\n")
+    file.write_text(
+        "def score(response, answer, **columns):\n    return float(sum(map(ord, response)) % 3)\n"
+    )
     return f"data.reward.function={file}:score"
 
 
