@@ -244,11 +244,8 @@ def check_went_on(started: Any, steps: int, engine_restarts: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
-    ids=["killed", "frozen"],
-)
+@pytest.mark.slow  # tests/chaos/test_short.py kills one in a run, too
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_run_goes_on_while_one_of_two_engines_is_started_again(
     number: int, start: Any, tmp_path: Path
 ) -> None:
