@@ -6,6 +6,7 @@
 # One GPU: head sync route_scheduler stop_scheduler fp8_sync fp8_rollout fp8_first_step
 #          proof_ipc train rollout routes step weight_sync_ipc mismatch route_gate route_noise demo
 # Two:     proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16
+#          asynchronous
 # Without parts it runs all that the visible GPUs can hold. Each writes OUT/PART.log and, if it is a
 # benchmark, OUT/PART.json; a part that fails or runs out of time does not stop the others. Results
 # that a page of docs/ cites are kept as benchmarks/results/PART-CARD-DATE.
@@ -51,6 +52,7 @@ run() {
     demo_apart) demo cluster.num_gpus=2 cluster.placement=disaggregated ;;
     demo_tp2) demo cluster.num_gpus=2 cluster.placement=colocated policy.parallel.tp=2 \
       policy.parallel.ep=2 rollout.tensor_parallel=2 ;;
+    asynchronous) bench asynchronous rollout.enforce_eager=true rollout.gpu_memory_utilization=0.3 ;;
     verify) "$PYTHON" -m rltrain.cli.app verify ;;
     verify_bf16) "$PYTHON" -m rltrain.cli.app verify --bf16 ;;
     *) echo "no part called $part"; return 2 ;;
@@ -62,7 +64,7 @@ export OUT PYTHON models
 # Not fp8_sync: fp8_rollout contains it.
 one="head sync route_scheduler stop_scheduler fp8_rollout fp8_first_step proof_ipc train rollout"
 one="$one routes step weight_sync_ipc mismatch route_gate route_noise demo"
-two="proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16"
+two="proof_broadcast weight_sync_broadcast overlap demo_apart demo_tp2 verify verify_bf16 asynchronous"
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 [ "$gpus" -ge 2 ] && one="$one $two"
 failed=0
