@@ -253,9 +253,10 @@ class RolloutEngine:
     def _spans(self, output: Any) -> tuple[tuple[int, int], ...]:
         """Which weights sampled a response; see `weight_spans`."""
         updates = (output.kv_transfer_params or {}).get(UPDATES)
-        return (
-            ((0, self._versions[-1]),) if updates is None else weight_spans(updates, self._versions)
-        )
+        # Without updates in flight nobody pauses an engine for one.
+        if updates is None or not self._spec.rollout.update_in_flight:
+            return ((0, self._versions[-1]),)
+        return weight_spans(updates, self._versions)
 
     async def abort(self, calls: Sequence[str]) -> None:
         """Make these calls of ``generate`` return None, also those that have not arrived yet: Ray
