@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rltrain.controller.speed import WAITING
 from rltrain.tracking.environment import describe_environment
 from rltrain.tracking.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 FIRST = 4
-GENERATING = ("time/generate", "time/reward", "time/drain")
+GENERATING = tuple(f"time/{phase}" for phase in WAITING)
 RUN = (
     "+recipe=grpo_moe_r3",
     "algorithm=grpo_async",

@@ -55,8 +55,6 @@ class Trainer(Loop):
     colocation: Colocation
     kl_coef: float
     """Of the next step."""
-    synced_after: int
-    """The step whose weights the engines have, once `begin` has synced."""
 
     def begin(self) -> dict[str, float]:
         step = self.start.after
@@ -124,7 +122,7 @@ class Trainer(Loop):
             metrics = self.sync_weights(step, timer)
         else:
             self.colocation.to_engines(timer)
-        assert self.synced_after == step or not self.evaluator.is_due(step), (
+        assert self.pipeline.synced_after == step or not self.evaluator.is_due(step), (
             "an evaluation measures the weights of its step"
         )
         return metrics | self.restarts_so_far
@@ -341,7 +339,6 @@ class Trainer(Loop):
 
     def sync_weights(self, step: int, timer: StepTimer) -> dict[str, float]:
         """Bring the weights after ``step`` into the engines, whose turn it is then."""
-        self.synced_after = step
         with self.colocation.weight_sync(timer):
             self.engine_restarts.complete()
             metrics = self.weight_sync.sync(self.config.rollout.dtype)

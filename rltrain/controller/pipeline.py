@@ -16,9 +16,9 @@ With ``trainer.max_staleness=0`` a batch is started when its step asks for it.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -95,8 +95,9 @@ class RolloutPipeline:
     """Requests that the engines work on at once."""
     is_ahead: bool
     """Whether a batch may be started before its step asks for it."""
+    synced_after: int = 0
+    """The step whose weights the engines have, once there was a weight sync."""
     _started: deque[Started] = field(default_factory=deque)
-    _synced_after: int = 0
     _steps: dict[int, int] = field(default_factory=dict)
     """By weight version, the step that it was made by."""
     _asked_for: int = 0
@@ -111,7 +112,7 @@ class RolloutPipeline:
 
     def synced(self, step: int, version: int) -> None:
         """The engines have the weights after ``step``."""
-        self._synced_after = step
+        self.synced_after = step
         self._steps[version] = step
 
     def take(self, step: int, timer: StepTimer) -> tuple[Sampled, dict[str, float]]:
@@ -121,13 +122,15 @@ class RolloutPipeline:
         self._admit()
         batch = self._started[0]
         assert batch.admission.step == step, (batch.admission, step)
-        timed = set[Wait]()
-        while batch.result is None or len(timed) < 2:
-            phase = batch.waits_for if batch.result is None else self._untimed(timed)
-            timed.add(phase)
+        untimed = set[Wait](get_args(Wait))
+        while batch.result is None:
+            phase = batch.waits_for
+            untimed.discard(phase)
             with timer.phase(phase):
-                while batch.result is None and batch.waits_for == phase:
-                    self._advance(POLL_S)
+                self._advance_past(batch, phase)
+        for phase in sorted(untimed):  # it took no time, and a step has them all
+            with timer.phase(phase):
+                pass
         self._started.popleft()
         assert batch.cursor is not None
         self.cursor = batch.cursor
@@ -165,13 +168,13 @@ class RolloutPipeline:
     def _admit(self) -> None:
         """Start batches, one after the other: each begins behind the prompts of the one before."""
         while not self._started or self._started[-1].cursor is not None:
-            step, after = self.next_step, self._synced_after
+            step, after = self.next_step, self.synced_after
             admission = self.schedule.admit(step, after, is_wanted=self._is_wanted(step))
             if admission is None:
                 return
-            sampling = self.sampler.sample(self.next_step, lambda: self._patience_s)
+            sampling = self.sampler.sample(step, lambda: self._patience_s)
             self._started.append(Started(admission, sampling, time.monotonic()))
-            self.write(admission.step, admission.row())
+            self.write(step, admission.row())
             self.next_step += 1
             self._advance_one(self._started[-1], 0.0)
             self._busy.look(self.sampler.generator.is_generating)
@@ -183,6 +186,11 @@ class RolloutPipeline:
         later = [batch for batch in self._started if batch.admission.step > self._asked_for]
         has_room = self.sampler.generator.num_requests < self.capacity
         return self.is_ahead and has_room and not any(batch.generated for batch in later)
+
+    def _advance_past(self, batch: Started, phase: Wait) -> None:
+        """Until the batch no longer waits for this."""
+        while batch.result is None and batch.waits_for == phase:
+            self._advance(POLL_S)
 
     def _advance(self, patience_s: float) -> None:
         """Advance all that was started.
@@ -212,11 +220,6 @@ class RolloutPipeline:
         if batch.cursor is None and (self._draws_at_once or batch.result is not None):
             batch.cursor = self.sampler.prompts.state_dict()
 
-    @staticmethod
-    def _untimed(timed: set[Wait]) -> Wait:
-        """A phase that took no time; a step has them all."""
-        return "reward" if "generate" in timed else "generate"
-
     def _age(self, step: int, batch: Batch) -> dict[str, float]:
         """How many steps the policy is ahead of the weights that sampled the tokens of a batch."""
         of_responses = self.token_ages(step, batch)[batch.response_mask]
@@ -231,9 +234,9 @@ class RolloutPipeline:
         }
 
     def _ahead(self, batch: Started) -> dict[str, float]:
-        ready: Sequence[Started] = [one for one in self._started if one.result is not None]
+        ready = sum(one.result is not None for one in self._started)
         return {
-            "rollout/batches_ready": float(len(ready)),
+            "rollout/batches_ready": float(ready),
             "rollout/generate_seconds": batch.generated - batch.began,
             "rollout/engines_busy_fraction": self._busy.take_fraction(),
         }

@@ -133,7 +133,6 @@ def run(config: Config, data: RunData, progress: RunProgress, restarts: Restarts
             engine_restarts=engine_restarts,
             colocation=Colocation(placed.placement.colocated, policy, critic, engines),
             kl_coef=start.state.get("kl_coef", config.algorithm.kl.coef),
-            synced_after=start.after,
         ).train()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rltrain.tracking.jsonl import read_jsonl
+from tests.reliability.cases import write_reward
 from tests.reliability.same_run import TIMED, row_differences
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
@@ -29,12 +30,8 @@ SET = (
 
 
 def reward_by_letters(folder: Path) -> str:
-    """A model of five supervised steps has no right answer. This differs by response."""
-    file = folder / "by_letters.py"
-    file.write_text(
-        "def score(response, answer, **columns):\n    return float(sum(map(ord, response)) % 3)\n"
-    )
-    return f"data.reward.function={file}:score"
+    write_reward(folder)
+    return "data.reward.function=by_letters.score"
 
 
 def started(folder: Path) -> list[tuple[int, int]]:
