@@ -18,18 +18,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import Tensor
 
 from rltrain.actors.failures import AwaitedCall, check_nodes
 from rltrain.batch import Batch
 from rltrain.controller.admission import Admission, Schedule
-from rltrain.controller.sampling import Sampled, Sampler, Sampling
+from rltrain.controller.sampling import Sampled, Sampler, Sampling, Wait
 from rltrain.rollout.dispatch import POLL_S
 from rltrain.tracking.timers import StepTimer
 
-Wait = Literal["generate", "reward"]
 WAIT = AwaitedCall("rollout", "batch")
 """What its waits are called where a node of the run, or Ray itself, is lost in one."""
 

@@ -42,7 +42,8 @@ class Sampled:
         )
 
 
-Sampling = abc.Generator[Literal["generate", "reward"], None, tuple[Sampled, dict[str, float]]]
+Wait = Literal["generate", "reward"]
+Sampling = abc.Generator[Wait, None, tuple[Sampled, dict[str, float]]]
 """The sampling of one step, bit by bit: it yields what it waits for. What it returns are groups of
 judged responses, and what was seen of all of them."""
 
@@ -107,7 +108,7 @@ class Sampler:
 
     def _round(
         self, step: int, round: int, patience: Callable[[], float]
-    ) -> abc.Generator[Literal["generate", "reward"], None, Sampled]:
+    ) -> abc.Generator[Wait, None, Sampled]:
         """Rewards are computed while other responses are generated: what it waits for is
         ``generate`` up to the last response, and then ``reward`` for what is left."""
         problems = next(self.prompts)

@@ -34,6 +34,11 @@ ALL = "rollout.run"
 """What `CallLimits` calls the generation of a whole step."""
 
 
+def poll_s() -> float:
+    """How long a run waits that has nothing else to do."""
+    return POLL_S
+
+
 class Replacer(Protocol):
     """Starts engines again, in the same places of the list of engines."""
 
@@ -98,7 +103,7 @@ class Dispatcher:
         calls: Sequence[RequestBatch],
         sampling: SamplingParams,
         step: int,
-        patience: Callable[[], float] = lambda: POLL_S,
+        patience: Callable[[], float] = poll_s,
     ) -> Generator[tuple[RequestBatch, list[Rollout]] | None, None, None]:
         """Every batch and its rollouts, in the order in which they finish. It yields None if none
         finished for a moment, so that the caller can do other work. Several may run by turns.

@@ -253,8 +253,7 @@ class RolloutEngine:
     def _spans(self, output: Any) -> tuple[tuple[int, int], ...]:
         """Which weights sampled a response; see `weight_spans`."""
         updates = (output.kv_transfer_params or {}).get(UPDATES)
-        # Without updates in flight nobody pauses an engine for one.
-        if updates is None or not self._spec.rollout.update_in_flight:
+        if updates is None:
             return ((0, self._versions[-1]),)
         return weight_spans(updates, self._versions)
 

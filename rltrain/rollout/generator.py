@@ -12,7 +12,7 @@ import torch
 
 from rltrain.batch import Batch
 from rltrain.config import Config
-from rltrain.rollout.dispatch import POLL_S, Dispatcher, Replacer
+from rltrain.rollout.dispatch import Dispatcher, Replacer, poll_s
 from rltrain.rollout.dispatch_board import RequestBatch
 from rltrain.rollout.requests import Prompt, Request, Rollout, SamplingParams, request_seed
 from rltrain.routing.align import last_rows
@@ -76,7 +76,7 @@ class Generator:
         step: int,
         round: int = 0,
         keep: int | None = None,
-        patience: Callable[[], float] = lambda: POLL_S,
+        patience: Callable[[], float] = poll_s,
     ) -> Iterator[ResponseGroup | None]:
         """G responses to each problem, group by group as they finish. It yields None if none has
         finished for a moment, so that the caller can do other work. Several streams may go on by
@@ -103,7 +103,7 @@ class Generator:
         sampling: SamplingParams,
         step: int,
         keep: int,
-        patience: Callable[[], float] = lambda: POLL_S,
+        patience: Callable[[], float] = poll_s,
     ) -> Iterator[ResponseGroup | None]:
         calls = self._calls(groups, alone=keep < len(groups))
         with closing(self._dispatcher.run(calls, sampling, step, patience)) as results:

@@ -20,6 +20,7 @@ from rltrain.routing.objects import OBJECT_BYTES
 from rltrain.weights.sync.engine_fp8 import LOAD_FORMAT
 
 ROUTE_SCHEDULER = "rltrain.rollout.route_scheduler.route_scheduler"
+UPDATED_SCHEDULER = "rltrain.rollout.route_scheduler.updated_in_flight"
 ROUTE_SCHEDULER_VERSIONS = ">=0.26,<0.31"
 
 
@@ -211,7 +212,9 @@ def scheduler_args(spec: EngineSpec, version: str) -> dict[str, Any]:
             "which does not say which weights sampled a token: install another, or use false"
             " [RL4005]"
         )
-    needed = spec.capture is not None or spec.rollout.stop or spec.rollout.update_in_flight
+    if spec.rollout.update_in_flight:
+        return {"scheduler_cls": UPDATED_SCHEDULER}
+    needed = spec.capture is not None or spec.rollout.stop
     return {"scheduler_cls": ROUTE_SCHEDULER} if needed and is_known else {}
 
 

@@ -100,13 +100,20 @@ class AsyncRouteScheduler(RouteScheduler, AsyncScheduler):  # type: ignore[misc]
 
 
 def route_scheduler(*, vllm_config: Any, **arguments: Any) -> Scheduler:
-    """The scheduler of an engine that captures routes, ends responses at strings or gets weights
-    while it generates."""
+    """The scheduler of an engine that captures routes or ends responses at strings."""
+    scheduler: Scheduler = _kind(vllm_config)(vllm_config=vllm_config, **arguments)
+    return scheduler
+
+
+def updated_in_flight(*, vllm_config: Any, **arguments: Any) -> Scheduler:
+    """The same of an engine that gets weights while it generates."""
+    kind = with_weight_updates(_kind(vllm_config))
+    scheduler: Scheduler = kind(vllm_config=vllm_config, **arguments)
+    return scheduler
+
+
+def _kind(vllm_config: Any) -> Any:
     is_async = vllm_config.scheduler_config.async_scheduling
     if vllm_config.model_config.enable_return_routed_experts:
-        kind = AsyncRouteScheduler if is_async else RouteScheduler
-    else:
-        kind = AsyncScheduler if is_async else Scheduler
-    composed = with_weight_updates(with_stop_strings(kind))
-    scheduler: Scheduler = composed(vllm_config=vllm_config, **arguments)
-    return scheduler
+        return with_stop_strings(AsyncRouteScheduler if is_async else RouteScheduler)
+    return with_stop_strings(AsyncScheduler if is_async else Scheduler)

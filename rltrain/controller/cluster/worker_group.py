@@ -259,7 +259,8 @@ class WorkerGroup(Generic[Worker]):
             multiple_of=parallel.micro_batch_multiple,
             scoring_tokens=self._config.policy.scoring_tokens,
         )
-        shards = [ray.put(batch.select(rows)) for rows in self._plan.shards]
+        sent = batch.with_fields(token_versions=None)  # the controller's alone
+        shards = [ray.put(sent.select(rows)) for rows in self._plan.shards]
         answers = self._call_by_rank(
             lambda worker, rank: worker.begin_step(shards[self._dp_ranks[rank]])
         )
