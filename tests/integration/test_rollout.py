@@ -33,7 +33,7 @@ from rltrain.rollout.stop_strings import response_texts
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
 from rltrain.weights.sync.stream import BucketStream
-from tests.integration.sync_links import links
+from tests.integration.sync_links import links, send_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")]
 
@@ -504,10 +504,7 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
     joining = engine.join_senders.remote(links(meeting))
     sender = BroadcastSender(BroadcastGroup(meeting, 0, cpu, 60.0, 60.0), cpu, 100_000)
     ray.get(joining)
-    stream = BucketStream(iter(weights.items()), sender, 100_000)
-    while (bucket := stream.next_bucket()) is not None:
-        sender.send()
-        ray.get(engine.load_weight_bucket.remote(bucket))
+    send_weights(engine, sender, weights)
     ray.get(engine.finish_weight_sync.remote(1))
     after = ray.get(engine.generate.remote(requests, sampling))
     for rollouts, version, folder in (before, 0, cluster.model), (after, 1, tmp_path):

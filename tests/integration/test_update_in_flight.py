@@ -27,8 +27,7 @@ from rltrain.rollout.requests import Request, Rollout, SamplingParams
 from rltrain.rollout.route_store import store_here
 from rltrain.routing.integrity import RouteShape
 from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
-from rltrain.weights.sync.stream import BucketStream
-from tests.integration.sync_links import links
+from tests.integration.sync_links import links, send_weights
 
 pytestmark = [
     pytest.mark.integration,
@@ -54,12 +53,7 @@ class Served:
         """As the controller syncs, while requests run."""
         ray.get(self.engine.start_weight_sync.remote())
         weights = load_file(self.folders[version] / "model.safetensors")
-        sender = BroadcastSender(self.group, CPU, 100_000)
-        stream = BucketStream(iter(weights.items()), sender, 100_000)
-        while (bucket := stream.next_bucket()) is not None:
-            sender.send()
-            ray.get(self.engine.load_weight_bucket.remote(bucket))
-        stream.close()
+        send_weights(self.engine, BroadcastSender(self.group, CPU, 100_000), weights).close()
         ray.get(self.engine.finish_weight_sync.remote(version))
 
 
