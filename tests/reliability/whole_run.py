@@ -49,6 +49,14 @@ class WholeRun:
         assert status == 0, f"exit status {status}:\n{self.output}"
         return self
 
+    def wait_for(self, text: str) -> None:
+        """Until the terminal shows it."""
+        until = time.monotonic() + LIMIT_S
+        while text not in self.output:
+            assert self.process.poll() is None, f"it ended without {text!r}:\n{self.output}"
+            assert time.monotonic() < until, f"no {text!r}:\n{self.output}"
+            time.sleep(0.02)
+
     def kill_in_step(self, step: int) -> None:
         """SIGKILL of the driver alone, once all of the step before is on disk; then everything of
         the run ends by itself."""
@@ -82,7 +90,7 @@ class WholeRun:
 
 
 def cut(folder: Path, step: int, *, rows_to: int) -> None:
-    """Leave what a finished run had on disk after the checkpoint of ``step``."""
+    """Leave what a run had on disk after the checkpoint of ``step``."""
     for path in (folder / "checkpoints").iterdir():
         if path.is_symlink():
             path.unlink()
@@ -93,4 +101,4 @@ def cut(folder: Path, step: int, *, rows_to: int) -> None:
         rows = read_jsonl(folder / f"{name}.jsonl")
         text = "".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= last)
         (folder / f"{name}.jsonl").write_text(text)
-    (folder / "outcome.json").unlink()
+    (folder / "outcome.json").unlink(missing_ok=True)
