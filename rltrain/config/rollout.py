@@ -97,8 +97,12 @@ class RolloutConfig(Section):
     share the GPUs of the policy, else broadcast."""
     update_in_flight: bool = False
     """Bring new weights into the engines in the midst of responses: requests are paused, and go on
-    with the KV cache that they have. Otherwise a weight sync waits for all responses. Needs
-    ``trainer.max_staleness`` (docs/asynchronous.md)."""
+    after it. Otherwise a weight sync waits for all responses. Needs ``trainer.max_staleness``
+    (docs/asynchronous.md)."""
+    kv_cache_on_update: Literal["keep", "recompute"] = "keep"
+    """With ``update_in_flight``: what paused requests go on with. ``keep``: the KV cache that they
+    have. ``recompute``: a new one, of all their tokens by the new weights, which costs a prefill of
+    every running request. Routes and log-probabilities stay those that tokens were sampled with."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
     kv_cache_gib: Positive = 1
     """Memory of the KV cache in GiB. Only on CPUs."""
@@ -148,6 +152,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 "update_in_flight=true: two runs need not agree at which token the weights change: "
                 "use update_in_flight=false, or deterministic=false"
+            )
+        if self.kv_cache_on_update == "recompute" and not self.update_in_flight:
+            raise ValueError(
+                "kv_cache_on_update=recompute: with update_in_flight=false no request lives "
+                "through a weight update: set update_in_flight=true, or leave it out"
             )
         return self
 

@@ -53,6 +53,7 @@ MEANING = (
     *("rollout.dtype", "rollout.quantization", "rollout.head", "rollout.max_response_tokens"),
     *("rollout.stop", "rollout.stop_token_ids", "rollout.temperature", "rollout.deterministic"),
     *("rollout.oversample", "rollout.seeded", "rollout.engine_args", "rollout.update_in_flight"),
+    "rollout.kv_cache_on_update",
     *("policy.precision.", "policy.megatron_args"),
     *("routing_replay.mode", "routing_replay.reference", "routing_replay.fallback"),
     *("routing_replay.max_age", "routing_replay.min_gate_ratio"),

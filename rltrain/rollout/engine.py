@@ -155,9 +155,9 @@ class RolloutEngine:
         if not in_flight and (requests := sum(map(len, self._in_flight.values()))):
             raise RuntimeError(f"{requests} requests would see two versions of the weights")
         self._syncing = True
-        if in_flight:  # requests stay, with their KV cache
-            pause = self._engine.pause_generation(mode="keep", clear_cache=False)
-            await self._unless_dead(pause)
+        if in_flight:  # requests stay; those whose cache is cleared begin with a prefill again
+            clears = self._spec.rollout.kv_cache_on_update == "recompute"
+            await self._unless_dead(self._engine.pause_generation(mode="keep", clear_cache=clears))
         await self._unless_dead(receiver.start_sync(self._engine, in_flight=in_flight))
 
     async def load_weight_bucket(self, bucket: Bucket) -> None:

@@ -1,8 +1,9 @@
 """A scheduler of vLLM that says how many tokens a response had at each weight update.
 
-During an update in flight vLLM is paused and keeps its requests with their KV cache. They go on
-with the new weights: a token is sampled by the weights of the forward pass that reads the token
-before it. What was read before keeps the KV cache of its own weights, and its routes.
+During an update in flight vLLM is paused and keeps its requests. They go on with the new weights: a
+token is sampled by the weights of the forward pass that reads the token before it. What was read
+before keeps its routes, and the KV cache of its own weights unless that is cleared while vLLM is
+paused, which preempts all requests.
 
 Only the scheduler knows how many tokens a request had when it was paused. It sends that with the
 request's last output, in ``kv_transfer_params``, which nothing else uses here.

@@ -1,7 +1,8 @@
 """Weights that change in the midst of responses, in a real engine, against transformers.
 
 The reference computes the same tokens with the same KV cache: what was read before an update was
-read by the weights of that time. Were a boundary one token off, it would see that.
+read by the weights of that time, or is read again by the new ones. Were a boundary one token off,
+it would see that.
 """
 
 import time
@@ -48,6 +49,7 @@ class Served:
     engine: Any
     folders: Sequence[Path]
     group: BroadcastGroup
+    recomputes: bool
 
     def update(self, version: int) -> None:
         """As the controller syncs, while requests run."""
@@ -57,8 +59,10 @@ class Served:
         ray.get(self.engine.finish_weight_sync.remote(version))
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["keep", "recompute"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     config = Qwen3MoeConfig(
         vocab_size=48,
         hidden_size=64,
@@ -83,6 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         max_response_tokens=TOKENS,
         dtype="float32",
         update_in_flight=True,
+        kv_cache_on_update=request.param,
         engine_args={"skip_tokenizer_init": True, "block_size": 32},
     )
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -93,40 +98,45 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     joining = engine.join_senders.remote(links(meeting))
     group = BroadcastGroup(meeting, 0, CPU, 60.0, 60.0)
     ray.get(joining)
-    ray.get(engine.generate.remote([request(0, 9)], SHORT))  # the first call takes seconds
-    yield Served(engine, folders, group)
+    ray.get(engine.generate.remote([new_request(0, 9)], SHORT))  # the first call takes seconds
+    yield Served(engine, folders, group, request.param == "recompute")
     ray.shutdown()
 
 
-def request(number: int, length: int, name: str = "a") -> Request:
+def new_request(number: int, length: int, name: str = "a") -> Request:
     draw = np.random.default_rng(length)
     return Request(tuple(draw.integers(2, 48, length).tolist()), number, name, number)
 
 
 def reference(
-    folders: Sequence[Path], rollout: Rollout, shift: int = 0
+    served: Served, rollout: Rollout, shift: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the response, and the experts of every row  # [tokens - 1, L, K]
 
     Args:
         shift: how many tokens later the weights change than the rollout says
     """
-    models = [Qwen3MoeForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in folders]
+    models = [Qwen3MoeForCausalLM.from_pretrained(f, dtype=torch.float32) for f in served.folders]
     tokens = torch.tensor([*rollout.prompt_tokens, *rollout.response_tokens])
     spans = rollout.weight_spans or ((0, rollout.weight_version),)
     # The weights that sample a token are those that read the one before it.
     reads = [0, *(len(rollout.prompt_tokens) + begin - 1 + shift for begin, _ in spans[1:])]
     cache, logits, experts = DynamicCache(), [], []
     for (begin, end), (_, version) in zip(pairwise([*reads, len(tokens) - 1]), spans, strict=True):
+        if served.recomputes:
+            cache = DynamicCache()
+        first = 0 if served.recomputes else begin
         with torch.no_grad():
-            out = models[version](
-                tokens[None, begin:end],
+            out = models[version].eval()(
+                tokens[None, first:end],
                 past_key_values=cache,
                 use_cache=True,
                 output_router_logits=True,
             )
-        logits.append(out.logits[0])
-        chosen = [layer.topk(2).indices.sort().values for layer in out.router_logits]
+        logits.append(out.logits[0, begin - first :])
+        chosen = [
+            layer[begin - first :].topk(2).indices.sort().values for layer in out.router_logits
+        ]
         experts.append(torch.stack(chosen, 1))
     of_next = torch.cat(logits).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     return of_next[len(rollout.prompt_tokens) - 1 :], torch.cat(experts)
@@ -139,13 +149,13 @@ def routes_of(rollout: Rollout) -> torch.Tensor:
 
 
 def test_every_token_and_route_is_of_the_weights_that_it_says(served: Served) -> None:
-    requests = [request(n, length) for n, length in enumerate([3, 40, PROMPT, PROMPT])]
+    requests = [new_request(n, length) for n, length in enumerate([3, 40, PROMPT, PROMPT])]
     running = served.engine.generate.remote(requests, SAMPLING)
     for version in VERSIONS[1:]:
         time.sleep(0.5)
         served.update(version)
     rollouts = ray.get(running)
-    later = ray.get(served.engine.generate.remote([request(9, PROMPT)], SAMPLING))
+    later = ray.get(served.engine.generate.remote([new_request(9, PROMPT)], SAMPLING))
     in_midst = [rollout for rollout in rollouts if len(rollout.weight_spans) == 3]
     assert len(in_midst) == len(rollouts), [rollout.weight_spans for rollout in rollouts]
     for rollout in rollouts:
@@ -155,22 +165,22 @@ def test_every_token_and_route_is_of_the_weights_that_it_says(served: Served) ->
     # One that begins after the updates finds no prefix of before, though its prompt was cached.
     assert later[0].weight_spans == () and later[0].weight_version == VERSIONS[-1]
     for rollout in (*rollouts, *later):
-        logprobs, experts = reference(served.folders, rollout)
+        logprobs, experts = reference(served, rollout)
         differences = (logprobs - torch.tensor(rollout.logprobs)).abs()
         assert float(differences.max()) < 1e-3, (rollout.weight_spans, float(differences.max()))
         same = (experts == routes_of(rollout)).all(-1)
         assert float(same.float().mean()) > 0.999
     # The comparison sees a boundary that is one token off.
     for shift in (-1, 1):
-        wrong, _ = reference(served.folders, rollouts[0], shift)
+        wrong, _ = reference(served, rollouts[0], shift)
         assert float((wrong - torch.tensor(rollouts[0].logprobs)).abs().max()) > 0.1
 
 
 def test_an_aborted_request_leaves_nothing(served: Served) -> None:
-    running = served.engine.generate.remote([request(0, 5, "b")], SAMPLING, "call")
+    running = served.engine.generate.remote([new_request(0, 5, "b")], SAMPLING, "call")
     time.sleep(0.2)
     served.update(VERSIONS[-1])
     ray.get(served.engine.abort.remote(["call"]))
     assert ray.get(running) is None
-    [rollout] = ray.get(served.engine.generate.remote([request(1, 5)], SHORT))
+    [rollout] = ray.get(served.engine.generate.remote([new_request(1, 5)], SHORT))
     assert rollout.weight_spans == () and len(rollout.response_tokens) == 3

@@ -61,6 +61,7 @@ class WholeRun:
         """SIGKILL of the driver alone, once all of the step before is on disk; then everything of
         the run ends by itself."""
         until = time.monotonic() + LIMIT_S
+        self.wait_for(f"INFO step {step - 1} ")  # its row may be of an earlier start
         while step - 1 not in self.steps:
             assert self.process.poll() is None, f"it ended before step {step}:\n{self.output}"
             assert time.monotonic() < until, f"no step {step - 1}:\n{self.output}"
