@@ -54,6 +54,26 @@ def mismatch_metrics(
     return {f"{area}/{name}": float(value) for name, value in values.items()}
 
 
+@torch.no_grad()
+def k3_by_age(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, seq_lens: Tensor, ages: Tensor
+) -> dict[str, float]:
+    """``mismatch/k3`` of the tokens of each age. Weighted by their numbers, they sum to it.
+
+    Args:
+        ages: int64, how many steps the policy is ahead of the weights that sampled a token.  # [N]
+
+    Raises:
+        ValueError: shapes that differ, or a NaN or infinity under the mask.
+    """
+    diff = clamped_log_ratio(logprobs, rollout_logprobs, mask, seq_lens)
+    k3 = diff.expm1() - diff
+    return {
+        f"mismatch/k3/age_{age}": float(k3[mask & (ages == age)].mean())
+        for age in ages[mask].unique().tolist()
+    }
+
+
 def clamped_log_ratio(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, seq_lens: Tensor
 ) -> Tensor:

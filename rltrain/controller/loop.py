@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.actors.failures import meanwhile
 from rltrain.algorithms.advantages import critic_only_steps
 from rltrain.algorithms.kl import adapted_coef
-from rltrain.algorithms.mismatch import mismatch_metrics
+from rltrain.algorithms.mismatch import k3_by_age, mismatch_metrics
 from rltrain.algorithms.sequences import require_finite
 from rltrain.batch import Batch
 from rltrain.controller import stages, step_metrics
@@ -80,6 +80,8 @@ class Trainer(Loop):
             is_fresh = metrics["rollout/staleness_max"] == 0
             measured, flipped = self.compare_with_native(batch, scored, is_fresh=is_fresh)
             metrics |= measured
+            if self.pipeline.is_ahead and scored is not None:
+                metrics |= self.compare_by_age(step, batch, scored)
         paired = None
         if self.config.algorithm.kl.coef > 0:
             with timer.phase("ref_logprobs"):
@@ -214,6 +216,11 @@ class Trainer(Loop):
             "routing/flipped_token_fraction": float(flipped[batch.response_mask].float().mean()),
         }
         return metrics, flipped
+
+    def compare_by_age(self, step: int, batch: Batch, scored: Scored) -> dict[str, float]:
+        (rollout,) = batch.require("rollout_logprobs")
+        ages = self.pipeline.token_ages(step, batch)
+        return k3_by_age(scored.logprobs, rollout, batch.response_mask, batch.seq_lens, ages)
 
     def check_route_margins(
         self, batch: Batch, agreement: Agreement, *, is_fresh: bool

@@ -7,7 +7,7 @@ from typing import Literal
 Section = Literal["learning", "mismatch", "routing", "rollout", "policy", "performance"]
 When = Literal["step", "sampled", "evaluation"]
 Better = Literal["higher", "lower", "neither"]
-FIELDS = {"layer": r"\d+", "part": r"\d+", "stat": r"\w+", "reward_part": r"\w+"}
+FIELDS = {"age": r"\d+", "layer": r"\d+", "part": r"\d+", "stat": r"\w+", "reward_part": r"\w+"}
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,15 @@ CORRECTION = (
 
 MISMATCH = (
     *_mismatch("mismatch", "scored as trained", "step"),
+    Metric(
+        "mismatch/k3/age_{age}",
+        "mismatch/k3 of the tokens whose weights the policy is so many steps ahead of; with "
+        "trainer.max_staleness",
+        "response tokens of that age",
+        "nat",
+        section="mismatch",
+        better="lower",
+    ),
     *_mismatch("mismatch_native", "the same batch scored with native routing", "sampled"),
     *CORRECTION,
 )

@@ -55,6 +55,7 @@ def check_ages(folder: Path, rows: dict[int, dict[str, Any]], ages: Sequence[int
         assert tokens_by_age(folder)[step] == {str(age): row["rollout/num_response_tokens"]}
         assert row["routing/coverage"] == 1.0
         assert row["rollout/weight_version"] == step - age
+        assert row[f"mismatch/k3/age_{age}"] == pytest.approx(row["mismatch/k3"])
         # The engine that sampled it had other weights, unless its age is 0.
         assert (row["mismatch/k3"] > 1e-5) == (age > 0), (step, row["mismatch/k3"])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from rltrain.algorithms.mismatch import mismatch_metrics
+from rltrain.algorithms.mismatch import k3_by_age, mismatch_metrics
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.batches import RARE, Ragged, ragged, rare
 
@@ -97,6 +97,21 @@ def test_every_metric_equals_its_formula(batch: Ragged) -> None:
     expected = token_metrics(batch) | sequence_metrics(batch)
     expected = {f"mismatch/{name}": float(value) for name, value in expected.items()}
     assert run(batch) == pytest.approx(expected, rel=1e-8, abs=1e-12)
+
+
+@given(batch=ragged().filter(lambda b: any(b.mask)))
+def test_k3_by_age_is_the_mean_over_the_tokens_of_an_age(batch: Ragged) -> None:
+    ages = np.random.default_rng(batch.seed).integers(0, 3, len(batch.mask))
+    found = k3_by_age(
+        *map(torch.tensor, pair(batch)), batch.loss_mask, batch.lens, torch.tensor(ages)
+    )
+    d = np.concatenate(reference.log_rho(batch, *pair(batch)))
+    of_tokens = ages[np.array(batch.mask)]
+    expected = {
+        f"mismatch/k3/age_{age}": np.mean(np.exp(d) - 1 - d, where=of_tokens == age)
+        for age in set(of_tokens.tolist())
+    }
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(batch=ragged().filter(lambda b: any(b.mask)))

@@ -68,6 +68,7 @@ NEEDED = {
     "routing_replay.min_gate_ratio": {"routing_replay.mode": "r3"},
     "routing_replay.reference": {"routing_replay.mode": "r3", "algorithm.kl.coef": 0.1},
     "rollout.expert_parallel": {"rollout.tensor_parallel": 2},
+    "rollout.kv_cache_on_update": {"rollout.update_in_flight": True},
 }
 """What a key must come with to be allowed at all."""
 

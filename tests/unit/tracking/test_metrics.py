@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.algorithms.mismatch import mismatch_metrics
+from rltrain.algorithms.mismatch import k3_by_age, mismatch_metrics
 from rltrain.tracking.catalogue import METRICS
 from rltrain.tracking.metrics import check_metrics, document, find_metric
 
@@ -21,13 +21,13 @@ def test_the_page_is_current():
 def test_every_name_is_area_slash_name_and_stands_once():
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
-    part = r"/([a-z_0-9]+|layer_\{layer\}|part_\{part\}|\{stat\}|\{reward_part\})"
+    part = r"/([a-z_0-9]+|age_\{age\}|layer_\{layer\}|part_\{part\}|\{stat\}|\{reward_part\})"
     assert all(re.fullmatch(rf"[a-z_0-9]+({part})+", name) for name in names)
 
 
 def test_a_name_matches_one_entry_only():
     for metric in METRICS:
-        name = re.sub(r"\{(layer|part)\}", "3", metric.name)
+        name = re.sub(r"\{(age|layer|part)\}", "3", metric.name)
         name = re.sub(r"\{(stat|reward_part)\}", "fish_2", name)
         assert [m for m in METRICS if m.pattern.fullmatch(name)] == [metric]
         assert find_metric(name) is metric
@@ -61,4 +61,8 @@ def test_what_mismatch_computes_is_in_the_catalogue():
         pair, lens = (torch.tensor([-1.0, -2.0, -3.0]),) * 2, torch.tensor([3])
         metrics = mismatch_metrics(*pair, ones, lens, ones, area=area)
         check_metrics(metrics)
-        assert set(metrics) == {m.name for m in METRICS if m.name.startswith(f"{area}/")}
+        named = {m.name for m in METRICS if m.name.startswith(f"{area}/")}
+        assert set(metrics) == named - {"mismatch/k3/age_{age}"}
+    by_age = k3_by_age(*pair, ones, lens, torch.tensor([0, 0, 2]))
+    check_metrics(by_age)
+    assert set(by_age) == {"mismatch/k3/age_0", "mismatch/k3/age_2"}
