@@ -35,7 +35,7 @@ from ray.cluster_utils import Cluster
 
 from benchmarks.result import Result
 from benchmarks.route_memory import Engine, Size
-from rltrain.batch import RouteRef
+from rltrain.batch import SampleRoutes
 from rltrain.controller.cluster.route_stores import object_bytes
 from rltrain.data.packing import plan_step
 from rltrain.parallel.layer_map import route_layers
@@ -51,7 +51,7 @@ class Rank:
     """A policy rank, as far as it fetches routes."""
 
     def fetch(
-        self, refs: Sequence[RouteRef], layers: Sequence[int]
+        self, refs: Sequence[SampleRoutes], layers: Sequence[int]
     ) -> tuple[FetchedObjects, float]:
         """What came from elsewhere, and the seconds it took."""
         start = time.perf_counter()
@@ -140,13 +140,13 @@ def measure(size: Size, way: Way, raylets: Raylets) -> dict[str, float]:
         + sum(came[node] - stored[node] for node in POLICY),
         "counted_bytes": sum(bytes_by_link(came for came, _ in fetched).values()),
         "minimum_bytes": minimum(size, addresses, needs),
-        "objects": len({block for ref in refs for block in ref.blocks}),
+        "objects": len({block for (ref,) in refs for block in ref.blocks}),
         "store_seconds": storing,
         "fetch_seconds": max(seconds for _, seconds in fetched),
     }
 
 
-def generate(size: Size, engines: Sequence[Any]) -> tuple[list[RouteRef], float]:
+def generate(size: Size, engines: Sequence[Any]) -> tuple[list[SampleRoutes], float]:
     """References to the routes of samples of half to all of ``size.tokens``, and the seconds."""
     draw = np.random.default_rng(0)
     lens = draw.integers(size.tokens // 2, size.tokens + 1, size.samples)
@@ -156,27 +156,29 @@ def generate(size: Size, engines: Sequence[Any]) -> tuple[list[RouteRef], float]
     ]
     start = time.perf_counter()
     answers = [engines[n % len(engines)].generate.remote(call) for n, call in enumerate(calls)]
-    refs = [ref for answer in ray.get(answers) for ref in answer[0]]
+    refs = [(ref,) for answer in ray.get(answers) for ref in answer[0]]
     return refs, time.perf_counter() - start
 
 
 def needed(
-    size: Size, refs: Sequence[RouteRef], rank: int
-) -> tuple[list[RouteRef], tuple[int, ...]]:
+    size: Size, refs: Sequence[SampleRoutes], rank: int
+) -> tuple[list[SampleRoutes], tuple[int, ...]]:
     """The sequences and layers of one rank."""
-    plan = plan_step([ref.rows + 1 for ref in refs], 1, size.dp, size.micro_batch_tokens)
+    plan = plan_step([ref.rows + 1 for (ref,) in refs], 1, size.dp, size.micro_batch_tokens)
     layers = route_layers(size.pipeline, size.layers, size.shape.moe_layers, rank // size.dp)
     return [refs[i] for i in plan.shards[rank % size.dp]], layers
 
 
 def minimum(
-    size: Size, addresses: Sequence[str], needs: Sequence[tuple[list[RouteRef], tuple[int, ...]]]
+    size: Size,
+    addresses: Sequence[str],
+    needs: Sequence[tuple[list[SampleRoutes], tuple[int, ...]]],
 ) -> int:
     """Bytes that the policy's nodes, which have no engine, cannot do without."""
     cells = {
         (address, id(ref), layer): ref.rows
         for address, (refs, layers) in zip(addresses, needs, strict=True)
-        for ref in refs
+        for (ref,) in refs
         for layer in layers
     }
     return sum(cells.values()) * size.route_bytes(1, 1) // size.tokens

@@ -105,7 +105,9 @@ def to_routers(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = route_layers(size.pipeline, size.layers, size.shape.moe_layers, 0)
-    routes = hops.time("fetch", lambda: torch.from_numpy(fetch_routes(refs, layers)))
+    routes = hops.time(
+        "fetch", lambda: torch.from_numpy(fetch_routes([(ref,) for ref in refs], layers))
+    )
     found = {"fetched": routes.numel() * routes.element_size()}
     routes = hops.time("send", lambda: to_device(routes, device))
     lens = torch.full((size.samples,), size.tokens)

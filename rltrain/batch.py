@@ -28,11 +28,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RouteRef:
-    """Reference to the routes of one sample in the object store, with their checksums.
+    """Reference to routes of one sample in the object store, with their checksums: all of them, or
+    those of one turn.
 
     ``blocks[i]`` refers to an array ``[R, block_sizes[i], K]`` of the i-th block of ``layers``. The
-    rows of the sample are ``start_row`` up to ``start_row + rows``. Short samples may share an
-    object, because every object costs about a millisecond.
+    rows are ``start_row`` up to ``start_row + rows`` of it. Short samples may share an object,
+    because every object costs about a millisecond.
 
     Raises:
         ValueError: the blocks do not match the layers, or ``missing`` lies outside the rows.
@@ -74,6 +75,11 @@ class RouteRef:
             )
 
 
+SampleRoutes = tuple[RouteRef, ...]
+"""The routes of one sample, in order: one reference, or one for each turn. Each begins with the row
+after the last of the one before."""
+
+
 def _dims(*dims: str) -> Any:
     return field(default=None, metadata={"dims": dims})
 
@@ -108,9 +114,9 @@ class Batch:
     weight_version: Tensor | None = _dims("B")
     token_versions: Tensor | None = _dims("N")  # of every token; of a prompt's, as of its response
     route_mask: Tensor | None = _dims("N")  # bool, rows whose experts were captured
-    # On the controller references only, one per sequence; [N, L, K] uint8 (E <= 256) or int16 bits
-    # of uint16 in a policy worker.
-    rollout_expert_indices: Tensor | tuple[RouteRef, ...] | None = _dims("N", "L", "K")
+    # On the controller references only, those of each sequence; [N, L, K] uint8 (E <= 256) or
+    # int16 bits of uint16 in a policy worker.
+    rollout_expert_indices: Tensor | tuple[SampleRoutes, ...] | None = _dims("N", "L", "K")
     # Only in a policy worker: the experts that its routers must choose, and in which rows.
     replay_expert_indices: Tensor | None = _dims("N", "L", "K")
     replay_mask: Tensor | None = _dims("N")

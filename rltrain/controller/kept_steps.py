@@ -101,6 +101,6 @@ def _with_own_routes(batch: Batch) -> tuple[Batch, tuple[int, ...]]:
         return batch, ()
     if not refs:
         return batch.with_fields(rollout_expert_indices=None), ()
-    layers = refs[0].layers
+    layers = refs[0][0].layers
     routes: Tensor = torch.from_numpy(fetch_routes(refs, layers))
     return batch.with_fields(rollout_expert_indices=routes), layers

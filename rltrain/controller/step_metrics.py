@@ -98,7 +98,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         metrics["rollout/weight_version"] = float(batch.token_versions.min())
     if isinstance(batch.rollout_expert_indices, tuple):
         owed = batch.num_tokens - batch.num_sequences  # the last token of a sequence owes no route
-        refs = batch.rollout_expert_indices
+        refs = [ref for of_sample in batch.rollout_expert_indices for ref in of_sample]
         row_bytes = (
             len(refs[0].layers) * refs[0].experts_per_token * (1 if refs[0].dtype == "uint8" else 2)
         )

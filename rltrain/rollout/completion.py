@@ -12,6 +12,9 @@ from rltrain.data.vocabulary import check_ids
 from rltrain.rollout.requests import Request, SamplingParams
 from rltrain.rollout.stop_strings import STOP_STRINGS
 
+FIRST_ROW = "rltrain_first_row"
+"""The row of routes with which what `rltrain.rollout.route_scheduler` sends begins."""
+
 UPDATES = "rltrain_weight_updates"
 """What `rltrain.rollout.update_scheduler` sends with a response: how many weight updates its engine
 has had, and how many of its tokens were there at each that it lived through."""
@@ -52,7 +55,7 @@ def vllm_params(
         stop_token_ids=stop_token_ids,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={STOP_STRINGS: list(sampling.stop)} if sampling.stop else None,
+        extra_args=_extra_args(request, sampling),
     )
     if params.temperature != temperature:
         raise ValueError(
@@ -61,6 +64,16 @@ def vllm_params(
             " [RL1013]"
         )
     return params
+
+
+def _extra_args(request: Request, sampling: SamplingParams) -> dict[str, Any] | None:
+    """What the schedulers of this package read."""
+    extra: dict[str, Any] = {}
+    if sampling.stop:
+        extra[STOP_STRINGS] = list(sampling.stop)
+    if request.first_row:
+        extra[FIRST_ROW] = request.first_row
+    return extra or None
 
 
 def sampled_logprobs(request: Request, completion: Any) -> tuple[float, ...]:

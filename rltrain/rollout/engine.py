@@ -20,7 +20,7 @@ import ray
 from rltrain.actors.failures import child_failure
 from rltrain.actors.network import use_network
 from rltrain.actors.process_start import begin_process
-from rltrain.batch import RouteRef
+from rltrain.batch import SampleRoutes
 from rltrain.rollout.completion import (
     UPDATES,
     check_length,
@@ -321,10 +321,10 @@ class RolloutEngine:
         completions: Sequence[Any],
         sampling: SamplingParams,
         spans: Sequence[tuple[tuple[int, int], ...]],
-    ) -> Sequence[RouteRef | None]:
+    ) -> Sequence[SampleRoutes]:
         capture = self._spec.capture
         if capture is None or not sampling.capture_routes:
-            return [None] * len(requests)
+            return [()] * len(requests)
         # In a thread, so that the event loop can receive outputs meanwhile.
         routes = await asyncio.to_thread(
             check_routes,
@@ -337,13 +337,14 @@ class RolloutEngine:
             [str(request) for request in requests],
             self._source,
             capture.fallback,
+            [request.first_row for request in requests],
         )
         for sample in routes:
             for fault in sample.faults:
                 logger.warning("%s: routing_replay.fallback=%s", fault, capture.fallback)
         refs = await store_routes(routes, capture, self._versions[-1], self._source)
         return [
-            dataclasses.replace(ref, weight_version=of_tokens[-1][1])
+            (dataclasses.replace(ref, weight_version=of_tokens[-1][1]),)
             for ref, of_tokens in zip(refs, spans, strict=True)
         ]
 

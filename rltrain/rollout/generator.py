@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import numpy as np
@@ -171,7 +171,8 @@ def make_requests(
 def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
     """Sequences end to end, in the order of the rollouts; each ``group_size`` in a row are a group.
 
-    ``rollout_logprobs`` is 0 at prompt tokens. Routes are present on all rollouts or on none.
+    ``rollout_logprobs`` is 0 at prompt tokens, and where an environment spoke. Routes are present
+    on all rollouts or on none.
     """
     if not rollouts or len(rollouts) % group_size:
         raise ValueError(f"expected groups of {group_size} rollouts, found {len(rollouts)} in all")
@@ -193,7 +194,7 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
     batch = Batch(
         tokens=torch.from_numpy(_end_to_end(tokens, np.int64)),
         seq_lens=seq_lens,
-        response_mask=sampled.repeat_interleave(stretches),
+        response_mask=_without_observations(sampled.repeat_interleave(stretches), rollouts),
         rollout_logprobs=torch.from_numpy(_end_to_end(logprobs, np.float32)),
         group_ids=torch.arange(len(rollouts)) // group_size,
         weight_version=torch.tensor([r.weight_version for r in rollouts]),
@@ -201,6 +202,17 @@ def build_batch(rollouts: Sequence[Rollout], group_size: int) -> Batch:
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts]),
     )
     return _with_routes(batch, rollouts)
+
+
+def _without_observations(mask: torch.Tensor, rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """True on sampled tokens alone."""
+    offset = 0
+    for rollout in rollouts:
+        offset += len(rollout.prompt_tokens)
+        for begin, end in rollout.observations:
+            mask[offset + begin : offset + end] = False
+        offset += len(rollout.response_tokens)
+    return mask
 
 
 def _end_to_end(parts: Iterable[Iterable[Iterable[float]]], dtype: type) -> np.ndarray[Any, Any]:
@@ -221,17 +233,19 @@ def _token_versions(rollouts: Sequence[Rollout]) -> torch.Tensor:
 
 
 def _with_routes(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:
-    routes = tuple(r.routes for r in rollouts if r.routes is not None)
-    if not routes:
+    if not any(rollout.routes for rollout in rollouts):
         return batch
-    covered = [(route.first_row, route.rows) for route in routes]
-    if covered != [(0, length - 1) for length in batch.seq_lens.tolist()]:
-        raise ValueError(
-            f"expected routes with tokens - 1 rows on each of {len(rollouts)} rollouts, found "
-            f"{len(routes)} with {sum(n for _, n in covered)} rows for {batch.num_tokens} tokens"
-        )
+    for length, rollout in zip(batch.seq_lens.tolist(), rollouts, strict=True):
+        ends = list(accumulate((ref.rows for ref in rollout.routes), initial=0))
+        if [ref.first_row for ref in rollout.routes] != ends[:-1] or ends[-1] != length - 1:
+            found = [(ref.first_row, ref.rows) for ref in rollout.routes]
+            raise ValueError(
+                f"expected routes with tokens - 1 = {length - 1} rows, each turn's after those of "
+                f"the turn before, found (first row, rows) {found}"
+            )
     route_mask = ~last_rows(batch.seq_lens)
-    for offset, route in zip(batch.offsets.tolist(), routes, strict=False):
-        for start, end in route.missing:
+    for offset, rollout in zip(batch.offsets.tolist(), rollouts, strict=False):
+        for start, end in (span for ref in rollout.routes for span in ref.missing):
             route_mask[offset + start : offset + end] = False
+    routes = tuple(rollout.routes for rollout in rollouts)
     return batch.with_fields(route_mask=route_mask, rollout_expert_indices=routes)

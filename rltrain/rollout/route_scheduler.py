@@ -9,6 +9,9 @@ vLLM keeps routes by KV slot as well, so they are available when a response ends
 request is the exception: it loses its slots, and the routes of its later recomputation are not
 those that its tokens were sampled with. So its routes are kept when it is preempted.
 
+The request of a later turn has the whole conversation as its prompt, and gets the routes from its
+`FIRST_ROW` on: the turns before have the others.
+
 The engine process creates its scheduler with `route_scheduler`, named in ``scheduler_cls``. The
 interface of that vLLM option may change; `rltrain.rollout.launch` names the versions that this was
 read against.
@@ -22,6 +25,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from rltrain.rollout.completion import FIRST_ROW
 from rltrain.rollout.stop_scheduler import with_stop_strings
 from rltrain.rollout.update_scheduler import with_weight_updates
 
@@ -71,7 +75,8 @@ class RouteScheduler(Scheduler):  # type: ignore[misc]
         name = request.request_id
         if request.status in ENDED:
             count = request.num_tokens - 1  # nothing has read the last token
-            self.ended_routes[name] = self._rows(name, self._blocks(name), count)[:count]
+            first = (request.sampling_params.extra_args or {}).get(FIRST_ROW, 0)
+            self.ended_routes[name] = self._rows(name, self._blocks(name), count)[first:count]
         self.kept_routes.pop(name, None)
         self.lost_slots.pop(name, None)
         return super()._free_request(request, *args, **kwargs)

@@ -38,10 +38,11 @@ class RouteShape:
 class CheckedRoutes:
     """One sample's routes after the check: every row is well-formed."""
 
-    ids: RouteIds  # [tokens - 1, L, K], L layers with a router
+    ids: RouteIds  # [tokens - 1, L, K], L layers with a router; tokens from ``first_row`` on
     token_checksum: int  # `rltrain.routing.codec.token_checksum`
     missing: tuple[tuple[int, int], ...] = ()  # ranges of rows that hold arbitrary experts
     faults: tuple[str, ...] = ()  # reasons why they are missing
+    first_row: int = 0  # of the sample that the first of these is; `missing` counts from row 0
 
 
 class _Fault(NamedTuple):
@@ -56,6 +57,7 @@ def check_routes(
     samples: Sequence[str],
     source: str,
     fallback: Fallback = "error",
+    first_rows: Sequence[int] | None = None,
 ) -> list[CheckedRoutes]:
     """Validate the routes of a step and drop the layers without a router.
 
@@ -70,14 +72,20 @@ def check_routes(
         samples: how an error names each sample.
         source: how an error names the engine, e.g. ``vLLM 0.30.0``.
         fallback: ``error`` raises where a row cannot be used; anything else reports it missing.
+        first_rows: per sample, the row that its first one is; then there are so many rows less, and
+            errors count from there. None: 0
     Raises:
         ValueError: naming sample, row, layer and engine.
     """
+    first_rows = first_rows or [0] * len(tokens)
+    tokens = [ids_of[first:] for ids_of, first in zip(tokens, first_rows, strict=True)]
     examined = [_examine(*sample, shape) for sample in zip(routes, tokens, strict=True)]
     if shape.experts_per_token == 1 < shape.num_experts:
         _add_top_1_zeros(examined, tokens, shape)
     checked = []
-    for sample, ids_of, (ids, faults) in zip(samples, tokens, examined, strict=True):
+    for sample, ids_of, first, (ids, faults) in zip(
+        samples, tokens, first_rows, examined, strict=True
+    ):
         messages = tuple(f"{source}, {sample}{fault.message}" for fault in faults)
         if faults and fallback == "error":
             raise ValueError(f"{messages[0]} [RL5007]")
@@ -86,8 +94,8 @@ def check_routes(
             unusable[fault.rows] = True
         if faults:
             ids = _replaced(ids, unusable, shape)
-        missing = tuple(runs(unusable))
-        checked.append(CheckedRoutes(ids, token_checksum(ids_of), missing, messages))
+        missing = tuple((first + start, first + end) for start, end in runs(unusable))
+        checked.append(CheckedRoutes(ids, token_checksum(ids_of), missing, messages, first))
     return checked
 
 

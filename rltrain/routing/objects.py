@@ -47,6 +47,7 @@ def pack_routes(
         RouteRef(
             start_row=start,
             rows=len(array),
+            first_row=sample.first_row,
             missing=sample.missing,
             token_checksum=sample.token_checksum,
             layers=shape.moe_layers,

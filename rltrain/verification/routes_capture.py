@@ -42,8 +42,8 @@ def capture(model: str, source: TokenSource, dtype: str, out: str) -> int:
             sent = engine.generate.remote(requests, ONE)
             call = AwaitedCall("rollout", "generate")
             (rollouts,) = get_all([sent], call, config.cluster.call_timeout_s)
-            refs = [rollout.routes for rollout in rollouts]
-            fetched = torch.from_numpy(fetch_routes(refs, arch.moe_layers))
+            samples = [rollout.routes for rollout in rollouts]
+            fetched = torch.from_numpy(fetch_routes(samples, arch.moe_layers))
     # The last row of each sequence is the sampled token's. The engine has not read it: left out.
     parts = [part[:-1] for part in fetched.split([len(sequence) + 1 for sequence in tokens])]
     Routes(
@@ -53,8 +53,8 @@ def capture(model: str, source: TokenSource, dtype: str, out: str) -> int:
         tokens=torch.tensor([token for sequence in tokens for token in sequence]),
         layers=arch.moe_layers,
         num_experts=arch.num_experts,
-        weight_version=refs[0].weight_version,
-        producer=refs[0].producer,
+        weight_version=samples[0][0].weight_version,
+        producer=samples[0][0].producer,
     ).save(out)
     sys.stdout.write(f"{out}\n")
     return 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.batch import Batch, RouteRef
+from rltrain.batch import Batch, SampleRoutes
 from rltrain.config import Config
 from rltrain.config.routing import RoutingReplayConfig
 from rltrain.controller.checks.route_gate import (
@@ -452,8 +452,9 @@ def _checked(worker: Any) -> dict[str, Any]:
     worker.config = Config.model_validate({"routing_replay": {"mode": "r3", "trace": True}})
     refs = _refs(true)
     first, second, third = refs
-    exchanged = (replace(first, blocks=second.blocks), second, third)
-    shifted = (replace(first, blocks=_refs(FAULTS["rows one late"](true))[0].blocks), second, third)
+    exchanged = (_with(first, blocks=second[0].blocks), second, third)
+    late = _refs(FAULTS["rows one late"](true))
+    shifted = (_with(first, blocks=late[0][0].blocks), second, third)
     one_expert = true.clone()
     other = next(e for e in range(EXPERTS) if e not in true[-2, 1])
     one_expert[-2, 1, 1] = other  # in the last captured row, layer 2
@@ -466,7 +467,7 @@ def _checked(worker: Any) -> dict[str, Any]:
         "swapped by the engine": _error(lambda: _measured(worker, _refs(swapped(true)))),
         "refs swapped": _error(lambda: _measured(worker, (second, first, third))),
         "refs of other weights": _error(
-            lambda: _measured(worker, (first, replace(second, weight_version=4), third))
+            lambda: _measured(worker, (first, _with(second, weight_version=4), third))
         ),
         "blocks swapped": _error(lambda: _measured(worker, exchanged)),
         "rows of an object shifted": _error(lambda: _measured(worker, shifted)),
@@ -508,7 +509,7 @@ GAP = (5, 9)
 """Rows of the first sample whose routes are missing."""
 
 
-def _refs(routes: Tensor) -> tuple[RouteRef, ...]:
+def _refs(routes: Tensor) -> tuple[SampleRoutes, ...]:
     """What an engine that captured ``routes`` sends: a block of layer 1, one of layers 2 and 3."""
     shape = RouteShape(len(DENSE) + len(MOE), MOE, EXPERTS, K)
     tokens = _batch().tokens.split(list(LENGTHS))
@@ -519,8 +520,13 @@ def _refs(routes: Tensor) -> tuple[RouteRef, ...]:
     refs = []
     for sample in checked:  # an object of its own each, so that they can be exchanged
         objects, (ref,) = pack_routes([sample], shape, (1, 2), VERSION, "test")
-        refs.append(replace(ref, blocks=tuple(map(Held, objects))))
+        refs.append((replace(ref, blocks=tuple(map(Held, objects))),))
     return tuple(refs)
+
+
+def _with(routes: SampleRoutes, **values: Any) -> SampleRoutes:
+    (ref,) = routes
+    return (replace(ref, **values),)
 
 
 def _mixed_up(worker: Any, refs: Any, routes: Tensor, *, update: bool = False) -> None:

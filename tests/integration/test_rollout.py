@@ -249,8 +249,8 @@ def generate(
 
 
 def routes_of(rollouts: list[Rollout]) -> list[np.ndarray[Any, Any]]:
-    refs = [r.routes for r in rollouts if r.routes is not None]
-    ends = np.cumsum([ref.rows + 1 for ref in refs])
+    refs = [r.routes for r in rollouts if r.routes]
+    ends = np.cumsum([ref.rows + 1 for (ref,) in refs])
     return [rows[:-1] for rows in np.split(fetch_routes(refs, BOTH_LAYERS), ends[:-1])]
 
 
@@ -472,7 +472,7 @@ def test_greedy_responses_carry_neither_logprobs_nor_routes(cluster: Cluster) ->
     many = prompts(40)  # in several calls
     answered = Generator([cluster.unequal, cluster.plain], FREE).greedy(many)
     assert [r.prompt_tokens for r in answered] == [prompt.prompt_tokens for prompt in many]
-    assert all(r.logprobs is None and r.routes is None for r in first)
+    assert all(r.logprobs is None and r.routes == () for r in first)
 
 
 def test_a_refused_request_leaves_the_engine_usable(cluster: Cluster) -> None:
@@ -509,7 +509,7 @@ def test_new_weights_are_in_use_from_the_next_request_on(cluster: Cluster, tmp_p
     after = ray.get(engine.generate.remote(requests, sampling))
     for rollouts, version, folder in (before, 0, cluster.model), (after, 1, tmp_path):
         assert {rollout.weight_version for rollout in rollouts} == {version}
-        assert {rollout.routes.weight_version for rollout in rollouts} == {version}
+        assert {rollout.routes[0].weight_version for rollout in rollouts} == {version}
         hits, difference = against(folder, rollouts)
         assert hits > 0.9 and difference < 0.1, (version, hits, difference)
     ray.get(engine.start_weight_sync.remote())

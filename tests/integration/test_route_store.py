@@ -47,7 +47,7 @@ def test_what_was_captured_is_what_is_fetched(
     checked = check_routes(routes, tokens, shape, ["a", "b", "c"], "vLLM", capture.fallback)
     refs = asyncio.run(store_routes(checked, capture, weight_version=2, producer="vLLM"))
     assert [ref.missing for ref in refs] == [(), ((6, 9),), ()]
-    whole = decode(torch.from_numpy(fetch_routes(refs, layers))).numpy()
+    whole = decode(torch.from_numpy(fetch_routes([(ref,) for ref in refs], layers))).numpy()
     assert whole.shape == (5 + 10 + 3, len(layers), 3)
     for found, ids, there in zip(np.split(whole, [5, 15]), captured, (4, 6, 2), strict=True):
         experts = found[:-1]
@@ -71,7 +71,7 @@ def test_objects_that_do_not_come_are_an_error_in_time(
     never = ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote()
     monkeypatch.setattr(fetching, "LIMIT_S", 0.5)
     with pytest.raises(RuntimeError, match=r"within 0.5 s, and not all have come from .*RL5008"):
-        fetch_routes([replace(ref, blocks=(never,))], (0,))
+        fetch_routes([(replace(ref, blocks=(never,)),)], (0,))
     ray.cancel(never, force=True)
 
 

@@ -143,8 +143,7 @@ def reference(
 
 
 def routes_of(rollout: Rollout) -> torch.Tensor:
-    assert rollout.routes is not None
-    rows = fetch_routes([rollout.routes], SHAPE.moe_layers)[: rollout.routes.rows]
+    rows = fetch_routes([rollout.routes], SHAPE.moe_layers)[:-1]
     return torch.from_numpy(rows.astype(np.int64)).sort().values
 
 
@@ -160,8 +159,8 @@ def test_every_token_and_route_is_of_the_weights_that_it_says(served: Served) ->
     assert len(in_midst) == len(rollouts), [rollout.weight_spans for rollout in rollouts]
     for rollout in rollouts:
         assert [version for _, version in rollout.weight_spans] == list(VERSIONS)
-        assert rollout.weight_version == rollout.routes.weight_version == VERSIONS[-1]
-        assert rollout.routes.rows == len(rollout.prompt_tokens) + TOKENS - 1
+        assert rollout.weight_version == rollout.routes[0].weight_version == VERSIONS[-1]
+        assert rollout.routes[0].rows == len(rollout.prompt_tokens) + TOKENS - 1
     # One that begins after the updates finds no prefix of before, though its prompt was cached.
     assert later[0].weight_spans == () and later[0].weight_version == VERSIONS[-1]
     for rollout in (*rollouts, *later):

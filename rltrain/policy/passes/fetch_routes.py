@@ -9,7 +9,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullErro
 
 from rltrain.actors.failures import PeerDied
 from rltrain.actors.node import node_address
-from rltrain.batch import RouteRef
+from rltrain.batch import SampleRoutes
 from rltrain.routing.codec import RouteIds
 from rltrain.routing.links import FetchedObjects
 from rltrain.routing.objects import assemble_routes, blocks_of
@@ -18,13 +18,13 @@ LIMIT_S = 600.0
 """How long the objects of a call may take to arrive."""
 
 
-def fetch_routes(refs: Sequence[RouteRef], layers: Sequence[int]) -> RouteIds:
+def fetch_routes(samples: Sequence[SampleRoutes], layers: Sequence[int]) -> RouteIds:
     """As `fetch_and_count`, without the count."""
-    return fetch_and_count(refs, layers)[0]
+    return fetch_and_count(samples, layers)[0]
 
 
 def fetch_and_count(
-    refs: Sequence[RouteRef], layers: Sequence[int]
+    samples: Sequence[SampleRoutes], layers: Sequence[int]
 ) -> tuple[RouteIds, FetchedObjects]:
     """The routes of some sequences, end to end as in a `Batch`, checked; and what of them lay on
     other nodes.
@@ -34,7 +34,7 @@ def fetch_and_count(
     where it is, shared with the node's other ranks.
 
     Args:
-        refs: one or more, of one model's routes
+        samples: the references of each sequence, one sequence or more of one model's routes
         layers: global numbers of layers that have a router, e.g. those of this pipeline rank, in
             the order wanted. Only the blocks that hold them are fetched, each once.
     Returns:
@@ -44,22 +44,19 @@ def fetch_and_count(
         PeerDied: when an object is lost with its node or does not come within `LIMIT_S`.
         RuntimeError: when there is no room for it.
     """
-    wanted = [{block: ref.blocks[block] for block in blocks_of(ref, layers)} for ref in refs]
-    owners = {
-        handle: ref.node
-        for ref, blocks in zip(refs, wanted, strict=True)
-        for handle in blocks.values()
-    }
+    refs = [ref for of_sample in samples for ref in of_sample]
+    owners = {ref.blocks[block]: ref.node for ref in refs for block in blocks_of(ref, layers)}
     arrays = _get(owners)
-    num_rows = sum(ref.rows + 1 for ref in refs)
+    num_rows = sum(ref.rows for ref in refs) + len(samples)
     routes = np.empty((num_rows, len(layers), refs[0].experts_per_token), dtype=refs[0].dtype)
     start = 0
-    for ref, blocks in zip(refs, wanted, strict=True):
-        last = start + ref.rows
-        held = {block: arrays[handle] for block, handle in blocks.items()}
-        assemble_routes(ref, held, layers, out=routes[start:last])
-        routes[last] = 0
-        start = last + 1
+    for of_sample in samples:
+        for ref in of_sample:
+            held = {block: arrays[ref.blocks[block]] for block in blocks_of(ref, layers)}
+            assemble_routes(ref, held, layers, out=routes[start : start + ref.rows])
+            start += ref.rows
+        routes[start] = 0
+        start += 1
     here = node_address()
     elsewhere = {
         handle.hex(): (node, arrays[handle].nbytes)

@@ -135,7 +135,9 @@ def test_a_failed_reward_stays_out_of_the_loss() -> None:
 
 
 def test_coverage_is_of_the_rows_that_owe_a_route() -> None:
-    batch = batch_missing(3, 6).with_fields(rollout_expert_indices=(route_ref(5), route_ref(3)))
+    batch = batch_missing(3, 6).with_fields(
+        rollout_expert_indices=((route_ref(5),), (route_ref(2), route_ref(1)))
+    )
     metrics = rollout_metrics(batch)
     assert metrics["routing/coverage"] == 6 / 8
     assert metrics["routing/bytes_per_token"] == 3 * 2 * 2
@@ -143,7 +145,9 @@ def test_coverage_is_of_the_rows_that_owe_a_route() -> None:
 
 
 def test_what_routes_cost_the_links_is_said_of_routes_alone() -> None:
-    batch = batch_missing(3).with_fields(rollout_expert_indices=(route_ref(5), route_ref(3)))
+    batch = batch_missing(3).with_fields(
+        rollout_expert_indices=((route_ref(5),), (route_ref(2), route_ref(1)))
+    )
     links = {("10.0.0.1", "10.0.0.2"): 100, ("10.0.0.1", "10.0.0.3"): 23}
     assert link_metrics(batch, links) == {"routing/bytes_between_nodes": 123.0}
     assert link_metrics(batch, {}) == {"routing/bytes_between_nodes": 0.0}

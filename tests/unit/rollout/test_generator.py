@@ -41,7 +41,7 @@ def rollout(prompt: tuple[int, ...], response: tuple[int, ...], **fields: Any) -
         "logprobs": tuple(-1.0 - i for i in range(len(response))),
         "finish_reason": "stop",
         "weight_version": 0,
-        "routes": route_ref(len(prompt) + len(response) - 1),
+        "routes": (route_ref(len(prompt) + len(response) - 1),),
     }
     return Rollout(prompt_tokens=prompt, response_tokens=response, **(defaults | fields))
 
@@ -91,10 +91,13 @@ def test_every_token_has_the_version_that_sampled_it() -> None:
 
 
 def test_missing_rows_are_out_of_the_mask_of_their_own_sample() -> None:
-    routes = route_ref(4, missing=((0, 1), (2, 4))), route_ref(2, missing=((1, 2),))
+    turns = (
+        route_ref(1, missing=((0, 1),)),
+        replace(route_ref(3), first_row=1, missing=((2, 4),)),
+    )
     rollouts = [
-        rollout((1, 2), (3, 4, 5), routes=routes[0]),
-        rollout((1, 2), (3,), routes=routes[1]),
+        rollout((1, 2), (3, 4, 5), routes=turns),
+        rollout((1, 2), (3,), routes=(route_ref(2, missing=((1, 2),)),)),
     ]
     batch = build_batch(rollouts, 2)
     assert batch.route_mask is not None
@@ -109,7 +112,7 @@ def test_logprobs_keep_every_bit_of_float32() -> None:
 
 
 def test_without_capture_there_are_neither_routes_nor_mask() -> None:
-    batch = build_batch([rollout((1, 2), (3,), routes=None)] * 2, 2)
+    batch = build_batch([rollout((1, 2), (3,), routes=())] * 2, 2)
     assert batch.rollout_expert_indices is None and batch.route_mask is None
 
 
@@ -120,11 +123,11 @@ def test_without_capture_there_are_neither_routes_nor_mask() -> None:
         ([], "groups of 2"),
         ([rollout((1,), (2,), logprobs=None)] * 2, "found none"),
         ([rollout((1,), (2, 3), logprobs=(-1.0,))] * 2, "expected 2 log-probabilities"),
-        ([rollout((1,), (2,)), rollout((1,), (2,), routes=None)], "found 1 with"),
-        ([rollout((1,), (2,), routes=route_ref(2))] * 2, "tokens - 1 rows"),
+        ([rollout((1,), (2,)), rollout((1,), (2,), routes=())], "tokens - 1 = 1 rows"),
+        ([rollout((1,), (2,), routes=(route_ref(2),))] * 2, "tokens - 1 = 1 rows"),
         (
-            [rollout((1,), (2, 3), routes=replace(route_ref(2), first_row=1))] * 2,
-            "tokens - 1 rows",
+            [rollout((1,), (2, 3), routes=(replace(route_ref(2), first_row=1),))] * 2,
+            "tokens - 1 = 2 rows",
         ),
     ],
 )

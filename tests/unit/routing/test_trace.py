@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.batch import RouteRef
-from rltrain.routing.codec import token_checksum
+from rltrain.batch import SampleRoutes
+from rltrain.routing.codec import decode, token_checksum
 from rltrain.routing.integrity import CheckedRoutes, RouteShape
 from rltrain.routing.objects import pack_routes
 from rltrain.routing.trace import check_refs, check_trace
@@ -22,7 +22,7 @@ TOKENS = [torch.tensor([7, 8, 9, 7]), torch.tensor([9, 8, 7, 9]), torch.tensor([
 Trace = dict[str, list[Tensor]]
 
 
-def sent() -> tuple[list[RouteRef], list[Tensor]]:
+def sent() -> tuple[list[SampleRoutes], list[Tensor]]:
     """References to the routes of three samples, in blocks of layers (1, 2) and (4,); the routes as
     a worker holds them, with a row for the last token.  # [tokens, L, K] each"""
     rng = np.random.default_rng(0)
@@ -35,7 +35,7 @@ def sent() -> tuple[list[RouteRef], list[Tensor]]:
     _, refs = pack_routes(checked, SHAPE, (2, 1), weight_version=3, producer="vLLM 0.30.0")
     last = np.zeros((1, 3, 2), dtype=np.int64)
     stored = [np.concatenate([rows, last]).astype(np.uint16).view(np.int16) for rows in ids]
-    return refs, [torch.from_numpy(rows) for rows in stored]
+    return [(ref,) for ref in refs], [torch.from_numpy(rows) for rows in stored]
 
 
 def honest() -> Trace:
@@ -179,7 +179,7 @@ def test_routes_belong_to_their_samples() -> None:
 
 def test_swapped_references_of_equal_length_are_refused() -> None:
     (first, second, third), _ = sent()
-    assert first.rows == second.rows
+    assert first[0].rows == second[0].rows
     with pytest.raises(RuntimeError, match=r"sample 0, routes by vLLM 0\.30\.0 .* other tokens"):
         check_refs([second, first, third], TOKENS, VERSIONS)
 
@@ -187,12 +187,42 @@ def test_swapped_references_of_equal_length_are_refused() -> None:
 def test_references_of_other_weights_are_refused() -> None:
     refs, _ = sent()
     for other in 2, 4:
-        refs[1] = replace(refs[1], weight_version=other)
+        refs[1] = (replace(refs[1][0], weight_version=other),)
         with pytest.raises(RuntimeError, match=rf"sample 1, .*version {other}: its .* version 3"):
             check_refs(refs, TOKENS, VERSIONS)
 
 
-def test_a_sample_has_one_reference() -> None:
+def in_two_turns() -> list[SampleRoutes]:
+    """References to the same routes, those of sample 1 in two parts."""
+    samples, stored = sent()
+    rows = decode(stored[1]).numpy()
+    turns = [
+        CheckedRoutes(rows[:2], token_checksum(TOKENS[1][:3].numpy()), ((1, 2),)),
+        CheckedRoutes(rows[2:3], token_checksum(TOKENS[1][2:].numpy()), ((2, 3),), first_row=2),
+    ]
+    _, refs = pack_routes(turns, SHAPE, (2, 1), weight_version=3, producer="vLLM 0.30.0")
+    return [samples[0], tuple(refs), samples[2]]
+
+
+def test_the_routes_of_a_sample_may_come_turn_by_turn() -> None:
+    samples = in_two_turns()
+    check_refs(samples, TOKENS, VERSIONS)
+    layers = SHAPE.moe_layers
+    assert check_trace(samples, **honest(), layers=layers, when="the update") == 4 * (1 + 2)
+    trace = honest()
+    trace["used"][1][0, 0] = trace["used"][1][0, 1] + 1
+    with pytest.raises(RuntimeError, match=r"sample 1 by .*other experts"):
+        check_trace(samples, **trace, layers=layers, when="the update")
+    first, (one, two), last = samples
+    with pytest.raises(RuntimeError, match="sample 1: expected 3 rows of routes for 4 tokens, fou"):
+        check_refs([first, (one,), last], TOKENS, VERSIONS)
+    with pytest.raises(RuntimeError, match="from row 2 on: they were captured for other tokens"):
+        moved = TOKENS[1].clone()
+        moved[2] = 0  # the last of the first turn, which the second one read
+        check_refs([first, (one, two), last], [TOKENS[0], moved, TOKENS[2]], VERSIONS)
+
+
+def test_every_sample_has_references() -> None:
     refs, _ = sent()
     with pytest.raises(ValueError, match="argument 2"):
         check_refs(refs[:2], TOKENS, VERSIONS)
