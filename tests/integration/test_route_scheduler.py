@@ -158,6 +158,35 @@ def generate(folder: Path, **scheduler: str) -> dict[str, Any]:
     return found | counts | {"async_scheduling": in_advance}
 
 
+def table(theirs: dict[str, Any], ours: dict[str, Any], alone: dict[str, Any]) -> list[str]:
+    """What docs/routes.md shows, in Markdown."""
+    crowded = {n: [row[1] for row in rows] for n, rows in ours["routes"].items()}
+    calm = {n: [row[1] for row in rows] for n, rows in alone["routes"].items()}
+    prompts = {n: len(PROMPTS[int(n)]) for n in crowded}
+    preempted = (
+        f"{ours['preemptions']} preemptions, {ours['before_a_token']} before the first token"
+    )
+    cases = {
+        f"the prompt is in the prefix cache, up to {alone['cached_tokens']} tokens of it": [
+            (alone["cached"][n], alone["routes"][n]) for n in alone["routes"]
+        ],
+        f"the prompt is read {PIECE} tokens at a time": [
+            (crowded[n][: prompts[n]], calm[n][: prompts[n]]) for n in crowded
+        ],
+        f"preempted and computed again: {preempted}": [
+            (crowded[n][prompts[n] :], calm[n][prompts[n] :]) for n in crowded
+        ],
+        "routes token by token, as vLLM sends them, with the step of each row": [
+            (ours["routes"][n], theirs["routes"][n]) for n in crowded
+        ],
+    }
+    lines = ["| request | rows | equal |", "|---|---|---|"]
+    for case, pairs in cases.items():
+        same = [a == b for one, two in pairs for a, b in zip(one, two, strict=True)]
+        lines.append(f"| {case} | {len(same)} | {sum(same)} |")
+    return lines
+
+
 def main(folder: Path) -> None:
     from rltrain.rollout.launch import ROUTE_SCHEDULER
     from tests.integration.scheduler_model import save_scheduler_model
@@ -171,8 +200,7 @@ def main(folder: Path) -> None:
     }
     (folder / "found.json").write_text(json.dumps(found))
     check(**found)
-    counts = {name: found["ours"][name] for name in ("preemptions", "before_a_token", "steps")}
-    sys.stdout.write(f"equal routes; {counts}\n")
+    sys.stdout.write("\n".join(table(**found)) + "\n")
 
 
 if __name__ == "__main__":
