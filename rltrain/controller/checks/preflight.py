@@ -32,6 +32,7 @@ from rltrain.controller.keep_best import check_best
 from rltrain.controller.remote_records import check_url
 from rltrain.controller.run_checkpoint import candidates_here
 from rltrain.controller.run_data import RunData, check_folder_tokenizer, examine
+from rltrain.planning.compiler import check_compiler
 from rltrain.planning.machine import check_ranks, count_cores, count_gpus, device
 from rltrain.tracking.backends import check_packages
 from rltrain.tracking.wandb_mode import check_login
@@ -79,6 +80,8 @@ def check_engines(config: Config, model: Architecture) -> None:
     """The installed vLLM can generate with the model, here or, as far as known, in the cluster."""
     if config.cluster.address is None:
         check_engine_shapes(config, model, device(config.cluster))
+        if device(config.cluster) == "cpu":
+            check_compiler(os.environ)
     else:
         check_tensor_parallel(config.rollout, model)
     name, version = check_engine()

@@ -25,6 +25,7 @@ from rltrain.controller.doctor.findings import (
     remedy_of,
     warn,
 )
+from rltrain.planning.compiler import compiler_problem
 from rltrain.planning.machine import count_cores, count_gpus
 from rltrain.planning.memory_terms import GIB
 from rltrain.tracking.gpu_health import read_gpu_host
@@ -102,6 +103,7 @@ class Examination:
         yield machine.check_memory(min(psutil.virtual_memory().available, limit), limit)
         yield machine.check_shared_memory(measured.shared_memory())
         yield machine.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+        yield machine.check_cxx(compiler_problem(self.environment), has_gpu=count_gpus() > 0)
         yield machine.check_locale(locale.getpreferredencoding(False))
         yield machine.check_clock(time.time(), Path(__file__).stat().st_mtime)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rltrain.controller.doctor.findings import Finding, fail, ok, warn
+from rltrain.planning.compiler import REMEDY
 from rltrain.planning.memory_terms import GIB, gib
 
 LITTLE_MEMORY, TOO_LITTLE_MEMORY = 6 * GIB, 3 * GIB
@@ -139,6 +140,17 @@ def check_open_files(soft: int, hard: int) -> Finding:
         remedy = f"ulimit -n {FEW_FILES}" if allowed else "ask the administrator for a higher limit"
         return warn("open files", f"{found}: Ray may run out of them", remedy)
     return ok("open files", found)
+
+
+def check_cxx(problem: str, *, has_gpu: bool) -> Finding:
+    """
+    Args:
+        problem: see `rltrain.planning.compiler.compiler_problem`
+    """
+    if not problem:
+        return ok("C++ compiler", "finds the headers of Python and OpenMP")
+    found = f"{problem}: vLLM compiles C++ on a CPU, and Triton on a GPU"
+    return (warn if has_gpu else fail)("C++ compiler", found, REMEDY)
 
 
 def check_locale(encoding: str) -> Finding:
