@@ -166,11 +166,19 @@ def _wait_some(
             _work[:] = work
 
 
-def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[Any]:
+def get_all(
+    refs: Sequence[Any],
+    call: AwaitedCall,
+    timeout_s: float,
+    on_answer: Callable[[int], None] = lambda number: None,
+) -> list[Any]:
     """The answers of actors, in the order of ``refs``.
 
     The first failure ends the wait, since other actors may wait for the failed one for ever. The
     death of any other actor of this run ends it, too, but for those of `sparing`.
+
+    Args:
+        on_answer: is told the place of each answer in ``refs`` as it comes
 
     Raises:
         ActorFailed: an actor raised, died, or did not answer within ``timeout_s``.
@@ -178,6 +186,7 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
     check_nodes(call)
     began, answers = time.time(), dict[Any, Any]()
     waiting, (call, limit_s) = list(refs), call.limited(timeout_s)
+    places = {ref: number for number, ref in enumerate(refs)}
     while waiting:
         left = began + limit_s - time.time()
         done, waiting = _wait_some(waiting, call, max(0.0, min(POLL_S, left)))
@@ -186,6 +195,7 @@ def get_all(refs: Sequence[Any], call: AwaitedCall, timeout_s: float) -> list[An
                 answers[ref] = ray.get(ref, timeout=FETCH_S)
             except RayError as error:
                 raise call_failure(error, call, others=waiting) from error
+            on_answer(places[ref])
         if not done:
             check_others(call, began)
             if left <= 0:

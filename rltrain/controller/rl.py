@@ -25,6 +25,7 @@ from rltrain.controller.loop import Trainer
 from rltrain.controller.pipeline import RolloutPipeline
 from rltrain.controller.run_data import RunData
 from rltrain.controller.run_loop import is_finished, open_tracker, resume
+from rltrain.controller.run_timeline import draw_calls, draw_engines
 from rltrain.controller.sampling import Sampler
 from rltrain.controller.sft import warm_started_model
 from rltrain.controller.speed import Speed
@@ -105,6 +106,8 @@ def run(config: Config, data: RunData, progress: RunProgress, restarts: Restarts
         capabilities = wait_until_ready()
         versions = {"engine": json.dumps(capabilities[0])}
         tracker = stack.enter_context(open_tracker(config, placed, start.after, progress, versions))
+        draw_calls(tracker.timeline, models)
+        draw_engines(tracker.timeline, generator, weight_sync)
         stack.enter_context(engine_restarts.sparing_others())
         pipeline = RolloutPipeline(
             sampler,

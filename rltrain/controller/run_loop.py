@@ -183,6 +183,7 @@ class Loop(ABC):
         self._is_signalled = self._in_step.enter_context(signals_held())
 
     def step(self, step: int) -> None:
+        self.tracker.timeline.begin_step(step)
         timer = StepTimer(on_phase=self.tracker.phase)
         is_first = step == max(self.start.after, critic_only_steps(self.config)) + 1
         self.in_hand = None

@@ -31,6 +31,7 @@ from rltrain.controller.find_checkpoint import find_checkpoint
 from rltrain.controller.nonfinite import InHand
 from rltrain.controller.run_data import RunData
 from rltrain.controller.run_loop import Loop, Step, is_finished, open_tracker, resume
+from rltrain.controller.run_timeline import draw_calls
 from rltrain.controller.speed import Speed
 from rltrain.data.cache import save_atomically
 from rltrain.data.loader import PromptLoader
@@ -76,6 +77,7 @@ def run(config: Config, data: RunData, progress: RunProgress) -> None:
         )
         start = resume(config, storage, found, [policy], prompts)
         with open_tracker(config, placed, start.after, progress) as tracker:
+            draw_calls(tracker.timeline, [policy])
             SupervisedTrainer(
                 config,
                 prompts,

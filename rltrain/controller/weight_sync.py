@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import mul
 from pathlib import Path
@@ -50,6 +50,8 @@ class WeightSync:
     engines: Engines
     transport: Transport
     nodes: SyncNodes
+    watch: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, init=False)
+    """Weights are sent inside it."""
     _connection: Connection | None = field(default=None, init=False)
     """Once the engines' workers are known and connected."""
     _version: int = field(default=0, init=False)
@@ -97,7 +99,7 @@ class WeightSync:
         """While the engines load a bucket, the policy fills the next one, which waits in the
         engines' queues before they ask for it. Policy and engines wait for one another, so any
         death ends it."""
-        with sparing():
+        with self.watch(), sparing():
             if self._connection is None:
                 self._connection = connect(self.policy, self.engines, self.transport, self.nodes)
             first = self._begin(dtype, self._connection)

@@ -87,6 +87,8 @@ class Dispatcher:
         self._replacer = replacer or NoReplacer()
         self._boards: list[Board] = []  # of the runs that have begun and not ended
         self._since: dict[int, float] = {}  # see `Board`
+        self.on_load: Callable[[int, int], None] = lambda engine, requests: None
+        """Is told how many requests an engine has, of all runs, whenever that changes."""
 
     @property
     def is_generating(self) -> bool:
@@ -140,6 +142,7 @@ class Dispatcher:
                         self._lose(one.engine, failure)
                         continue
                     board.answered(ref)
+                    self._tell_load(one.engine)
                     yield one.call, rollouts
                 if not ready:
                     lost |= self._lose_silent(board, limit_s, step)
@@ -149,12 +152,18 @@ class Dispatcher:
         finally:
             self._boards.remove(board)
             self._abort(board.running)
+            for engine in {one.engine for one in board.running.values()}:
+                self._tell_load(engine)
 
     def _send(self, board: Board, sampling: SamplingParams) -> None:
         while (placed := board.place(self._replacer.away)) is not None:
             (call, engine), name = placed, uuid.uuid4().hex
             ref = self.engines[engine].generate.remote(call.requests, sampling, name)
             board.sent(ref, Running(call, engine, name))
+            self._tell_load(engine)
+
+    def _tell_load(self, engine: int) -> None:
+        self.on_load(engine, sum(board.load[engine] for board in self._boards))
 
     def _lose(self, engine: int, failure: ActorFailed) -> None:
         if failure.kind == "raised" or failure.of_peer:
@@ -162,6 +171,7 @@ class Dispatcher:
         self._replacer.lost(engine, failure)
         for each in self._boards:
             each.take_back(engine)
+        self._tell_load(engine)
 
     def _lose_silent(self, board: Board, limit_s: float, step: int) -> bool:
         """Whether an engine was."""

@@ -70,6 +70,10 @@ class Generator:
         """That the engines have."""
         return self._dispatcher.num_requests
 
+    def watch(self, on_load: Callable[[int, int], None]) -> None:
+        """Have ``on_load`` told how many requests an engine has, whenever that changes."""
+        self._dispatcher.on_load = on_load
+
     def stream(
         self,
         problems: Sequence[Prompt],

@@ -3,8 +3,8 @@
 The files come first, and their errors end the run. Other trackers get copies.
 
 The run folder gets versions.json, metrics.jsonl, samples.jsonl, rollouts.jsonl, links.jsonl,
-schedule.jsonl, alerts.jsonl, outcome.json, report.html and, on GPUs, gpus.csv; the report is
-written from these and config.yaml alone, also when the run failed.
+schedule.jsonl, alerts.jsonl, timeline.json, outcome.json, report.html and, on GPUs, gpus.csv. The
+report is written from the others, but for the timeline, and config.yaml, also when the run failed.
 """
 
 import json
@@ -31,6 +31,7 @@ from rltrain.tracking.jsonl import JsonlWriter, read_jsonl
 from rltrain.tracking.metrics import check_metrics
 from rltrain.tracking.progress import ProgressLines, RunProgress
 from rltrain.tracking.report import write_report
+from rltrain.tracking.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Tracker:
         # The metrics last: their row says that a step has all its lines.
         others = [self._rollouts, self._links, self._schedule, self._alerts, self._samples]
         self._writers = [*others, self._metrics]
+        self.timeline = Timeline(run_dir / "timeline.json", first_step)
         self._watch = Watch(tracking.alerts, rows, raised)
         self._copies = start_copies(run_dir, tracking, redacted(config), first_step)
         self._progress = progress or ProgressLines(num_steps)
@@ -118,6 +120,7 @@ class Tracker:
             metrics = {**metrics, **self._gpus.metrics()}
         check_metrics(metrics)
         self._metrics.write(step, metrics)
+        self.timeline.end_step()
         for copy in self._copies:
             copy.log(step, metrics)
         self._progress.step(step, metrics)
@@ -138,6 +141,7 @@ class Tracker:
     def phase(self, name: str | None) -> None:
         """What the run does from now on, for whoever watches and waits."""
         LIMITS.phase = name
+        self.timeline.phase(name)
         self._progress.phase(name)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -202,6 +206,7 @@ class Tracker:
             stack.callback(write_outcome, self.run_dir, error)
             for writer in self._writers:
                 stack.callback(writer.close)
+            stack.callback(self.timeline.close, state_of(error))
             stack.callback(self._progress.close)
             if self._gpus is not None:
                 stack.callback(_spared, "gpus.csv", self._gpus.close)

@@ -10,6 +10,7 @@ import pytest
 from rltrain.tracking.jsonl import read_jsonl
 from tests.reliability.cases import write_reward
 from tests.reliability.same_run import TIMED, row_differences
+from tests.timeline_file import covered, overlap, read_timeline
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 STEPS = 5
@@ -60,6 +61,23 @@ def check_ages(folder: Path, rows: dict[int, dict[str, Any]], ages: Sequence[int
         assert (row["mismatch/k3"] > 1e-5) == (age > 0), (step, row["mismatch/k3"])
 
 
+def check_timeline(folder: Path) -> None:
+    """Steps are almost all phases. The engine works while the policy does, and both take part in
+    every weight sync."""
+    trace = read_timeline(folder / "timeline.json")
+    run, policy, engine = (
+        trace.tracks[name] for name in ("steps and phases", "policy rank 0", "engine 0")
+    )
+    assert trace.steps == [f"step {step}" for step in range(1, STEPS + 1)]
+    assert all(covered(s, run) > 0.7 for s in run if s["name"] in trace.steps)
+    generated = [s for s in engine if s["name"] == "generate"]
+    updates = [s for s in policy if s["name"] == "update"]
+    assert len(updates) == 2 * STEPS and any(overlap(g, u) for g in generated for u in updates)
+    syncs = [[s["name"] for s in track].count("weight_sync") for track in (run, policy, engine)]
+    assert syncs == [STEPS + 1] * 3
+    assert max(trace.counts(0)) > 0 and trace.counts(0)[-1] == 0
+
+
 def test_engines_generate_the_next_batch_while_the_policy_trains(
     start: Any, tmp_path: Path
 ) -> None:
@@ -70,6 +88,7 @@ def test_engines_generate_the_next_batch_while_the_policy_trains(
     # Some of the generation was beside the training: it was not waited for.
     waited = [row["time/generate"] + row["time/reward"] + row["time/drain"] for row in hidden]
     assert sum(waited) < sum(row["rollout/generate_seconds"] for row in hidden)
+    check_timeline(run.folder)
 
 
 def prompts_by_step(folder: Path) -> dict[int, set[str]]:

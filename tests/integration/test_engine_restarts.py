@@ -110,11 +110,14 @@ def calls(count: int, engines: int = 0) -> list[RequestBatch]:
 def run(found: EngineRestarts, sent: list[RequestBatch], killed: int) -> list[int]:
     """The groups in the order in which they came; an engine is killed while they are generated."""
     dispatcher, groups, is_killed = Dispatcher(found.engines.actors, 60.0, found), [], False
+    loads: dict[int, int] = {}
+    dispatcher.on_load = loads.__setitem__
     for done in dispatcher.run(sent, SAMPLING, 1):
         if not is_killed:
             kill(found, killed)
             is_killed = True
         groups += [] if done is None else done[0].groups
+    assert loads and not any(loads.values())
     return groups
 
 

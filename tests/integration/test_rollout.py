@@ -394,7 +394,11 @@ def test_calls_go_to_the_engine_that_has_room(
     ray.get([clerk.capabilities.remote() for clerk in (*clerks, *alone)])
     sampling = SamplingParams(temperature=1.0, max_tokens=1)
     calls = [RequestBatch([i], [Request((i,), i, "p", i)]) for i in range(40)]
-    found = [done for done in Dispatcher(clerks, 99.0).run(calls, sampling, 0) if done is not None]
+    dispatcher, loads = Dispatcher(clerks, 99.0), list[tuple[int, int]]()
+    dispatcher.on_load = lambda engine, requests: loads.append((engine, requests))
+    found = [done for done in dispatcher.run(calls, sampling, 0) if done is not None]
+    of_each = [[requests for engine, requests in loads if engine == n] for n in (0, 1)]
+    assert [(max(of_one), of_one[-1]) for of_one in of_each] == [(4, 0), (4, 0)]
     assert sorted(call.groups[0] for call, _ in found) == list(range(40))
     assert all(rollouts == call.requests for call, rollouts in found)
     (most, quick, _), (most_slow, slow, _) = ray.get([c.counts.remote() for c in clerks])
@@ -407,7 +411,10 @@ def test_calls_go_to_the_engine_that_has_room(
         RuntimeError,
         match=r"engine 1, step 7, 4 requests there, 0 queued: .* within 5 s, and 1 did not",
     ):
-        list(Dispatcher(alone, 5.0).run(calls, sampling, 7))
+        dispatcher = Dispatcher(alone, 5.0)
+        dispatcher.on_load = lambda engine, requests: loads.append((engine, requests))
+        list(dispatcher.run(calls, sampling, 7))
+    assert dict(loads) == {0: 0, 1: 0}  # what was not answered was aborted
     assert ray.get(alone[1].counts.remote()) == (4, 0, 4)
 
 

@@ -33,6 +33,7 @@ from rltrain.data.tokenizer import VOCAB_SIZE, tiny_tokenizer
 from rltrain.tracking.jsonl import read_jsonl
 from rltrain.tracking.mlflow import key
 from tests.reliability.same_run import TIMED
+from tests.timeline_file import read_timeline
 
 pytestmark = [
     pytest.mark.integration,
@@ -303,6 +304,10 @@ def test_two_runs_are_the_same_even_if_one_was_killed(start: Any, tmp_path: Path
     for step in (1, 2, 3):
         assert timeless(before[step]) == timeless(straight.metrics[step])
     check_same_end(straight, resumed, tmp_path)
+    trace = read_timeline(resumed.folder / "timeline.json")
+    assert trace.steps[:3] == ["step 1", "step 2", "step 3"] and trace.steps[-1] == "step 4"
+    ranks = {f"{role} rank {rank}" for role in ("policy", "critic") for rank in (0, 1)}
+    assert trace.tracks.keys() >= {"steps and phases", "engine 0"} | ranks
 
 
 @pytest.mark.slow

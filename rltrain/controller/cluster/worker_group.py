@@ -77,6 +77,8 @@ class WorkerGroup(Generic[Worker]):
         nodes = {"policy": placed.policy_nodes, "critic": placed.critic_nodes}[self.role]
         self.nodes = nodes[: config.policy.parallel.world_size]
         """Of each rank."""
+        self.on_answer: Callable[[int, str, float], None] = lambda rank, method, began: None
+        """Is told when a rank has answered a method that all were asked for at a time."""
         self._workers = [
             ray.remote(ModelActor)
             .options(**placed.worker_options(self.role, rank))
@@ -111,7 +113,9 @@ class WorkerGroup(Generic[Worker]):
     def _call_by_rank(self, write: Callable[[Worker, int], R]) -> list[R]:
         """As `_call`, where the arguments depend on the rank. Object references in them reach the
         worker as the objects."""
-        return self._begin(self._all_ranks, write)()
+        began = time.monotonic()
+        method, refs = self._send(self._all_ranks, write)
+        return self._answers(method, refs, lambda rank: self.on_answer(rank, method, began))
 
     def _begin(
         self, ranks: Sequence[int], write: Callable[[Worker, int], R]
@@ -148,8 +152,10 @@ class WorkerGroup(Generic[Worker]):
         limit = self._config.cluster.start_timeout_s
         return get_all(refs, AwaitedCall(self.role, method, "cluster.start_timeout_s"), limit)
 
-    def _answers(self, method: str, refs: list[Any]) -> list[Any]:
-        return get_all(refs, AwaitedCall(self.role, method), self._timeout)
+    def _answers(
+        self, method: str, refs: list[Any], on_answer: Callable[[int], None] = lambda number: None
+    ) -> list[Any]:
+        return get_all(refs, AwaitedCall(self.role, method), self._timeout, on_answer)
 
     def shutdown(self) -> None:
         """End the workers; their GPUs and memory are free for others."""
