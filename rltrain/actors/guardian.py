@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from rltrain.actors.kept_logs import Sweep, copy_ray_logs, redact_logs
-from rltrain.actors.outcome import is_locked, write_killed
+from rltrain.actors.outcome import KILLED, is_locked, write_killed
 from rltrain.actors.run_processes import RAYLET, Chosen, end_processes_with, processes_with
 from rltrain.actors.run_temp import RunTemp
 from rltrain.actors.shared_memory import mapped_by, remove
@@ -156,8 +156,10 @@ def leave_in(run_dir: Path, told: Told, temp: RunTemp, began: float) -> None:
     """What the run's folder keeps; the outcome first, since the disk may be full."""
     if not told.closed and is_locked(run_dir):
         return  # another run has it by now
-    if not told.closed:
-        write_killed(run_dir, began)
+    if not told.closed and write_killed(run_dir, began):
+        # Nobody else can say so: not even Ray does, which ends a process that needs a dead raylet.
+        with suppress(OSError):  # a terminal that is gone
+            sys.stderr.write(f"rltrain: {run_dir}: {KILLED}\n")
     redactor = Redactor()
     try:
         copy_ray_logs(temp.ray, run_dir, redactor)

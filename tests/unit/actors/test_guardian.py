@@ -45,7 +45,13 @@ def test_it_removes_what_is_left(killed: bool, tmp_path: Path) -> None:
     (run / "logs" / "policy-0.log").write_text("told-later-by-the-run of-the-environment\n")
     environment = os.environ | {"RAY_TMPDIR": str(temporary), "A_TOKEN": "of-the-environment"}
     command = [sys.executable, "-c", RUN, str(run)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment, text=True) as process:
+    terminal = tmp_path / "terminal"
+    with (
+        terminal.open("w") as shown,
+        subprocess.Popen(
+            command, stdin=-1, stdout=-1, stderr=shown, env=environment, text=True
+        ) as process,
+    ):
         assert process.stdin and process.stdout
         child = int(process.stdout.readline())
         assert len(list(temporary.iterdir())) == 1
@@ -61,4 +67,5 @@ def test_it_removes_what_is_left(killed: bool, tmp_path: Path) -> None:
     if killed:
         assert json.loads((run / "outcome.json").read_text())["state"] == "killed"
     assert (run / "outcome.json").exists() == killed
+    assert ("ended without a word" in terminal.read_text()) == killed
     assert (run / "logs" / "policy-0.log").read_text() == "[redacted] [redacted]\n"
