@@ -486,7 +486,7 @@ def _repeated(worker: Any, true: Tensor) -> dict[str, Any]:
     refs = _refs(stored)
     mask = ~last_rows(torch.tensor(LENGTHS))
     mask[slice(*GAP)] = False
-    refs = (replace(refs[0], missing=(GAP,)), *refs[1:])
+    refs = (_with(refs[0], missing=(GAP,)), *refs[1:])
     worker.begin_step(_batch().with_fields(rollout_expert_indices=refs, route_mask=mask))
     first = worker.score(PLAN, routing="rollout", record=True).logprobs
     found = {"stored is recorded": torch.equal(worker.recorded_routes[:-1], stored[:-1])}
