@@ -12,7 +12,7 @@ import yaml
 
 from rltrain.cli.init_data import SAMPLE, look_at_data
 from rltrain.config import Config
-from rltrain.config.data import BUILT_IN_REWARDS
+from rltrain.config.reward import BUILT_IN_REWARDS
 from rltrain.planning.machine import GPUS_OF_A_NODE
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture

@@ -47,7 +47,7 @@ MEANING = (
     *("data.last_turn", "data.tools_column", "data.template_args", "data.task"),
     *("data.task_options", "data.max_prompt_tokens", "data.on_long_prompt", "data.on_bad_row"),
     *("data.reward.function", "data.reward.text", "data.reward.success_at", "data.reward.shuffle"),
-    "data.reward.env",
+    *("data.reward.components", "data.reward.correct_from", "data.reward.env"),
     *("trainer.prompts_per_step", "trainer.mini_batches", "trainer.seed", "trainer.sync_every"),
     "trainer.max_staleness",
     *("rollout.dtype", "rollout.quantization", "rollout.head", "rollout.max_response_tokens"),

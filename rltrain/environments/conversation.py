@@ -2,12 +2,14 @@
 
 Everything here is pure. A worker runs the user's code, which may write anything to the connection,
 so each message has to be the one that is due: one ``began`` for each list of samples, then the
-result of each sample in order. The pool's clock decides about time. The clock of a message only
-says when, since the last event, something happened; it is never later than now.
+result of each sample in order, and before it a ``call`` for each component of the reward. The
+pool's clock decides about time. The clock of a message only says when, since the last event,
+something happened; it is never later than now.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rltrain.config.redact import escape_control
@@ -17,7 +19,8 @@ from rltrain.environments.rewards import LARGEST, LONGEST_DETAIL, judgement
 LONGEST_LINE = 1 << 20
 """Maximum bytes of one message. Messages are short."""
 MOST_MESSAGES = 1000
-"""Maximum messages in one piece of what was received. A worker has two for each sample at most."""
+"""Maximum messages in one piece of what was received. A worker has one for each call, and two for
+each sample at most."""
 
 
 class Lines:
@@ -58,24 +61,39 @@ class Conversation:
     """The state of a worker by what it has said and was given. Times are ``time.monotonic()``.
 
     ``assigned`` are the samples without a result, in order. ``began`` is when the first of them
-    began; None if it has not, or if there is none.
+    began; None if it has not, or if there is none. ``component`` is what it called last for that
+    sample; "" for none.
+
+    Args:
+        components: the names of the reward's; none for a single function
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, components: Sequence[str] = ()) -> None:
+        self._components = components
         self.is_ready = False
         self.success_at: float | None = None
         self.unusable = ""
         self.assigned: list[int] = []
-        self.began: float | None = None
         self.since = now
         """The start of the process, or its last assignment."""
+        self._begin(None)
+
+    @property
+    def component(self) -> str:
+        return self._components[self._calls - 1] if self._calls else ""
 
     def assign(self, positions: list[int], now: float) -> None:
-        self.assigned, self.began, self.since = positions, None, now
+        self.assigned, self.since = positions, now
+        self._begin(None)
+
+    def _begin(self, at: float | None) -> None:
+        """The next sample, at this time."""
+        self.began = self._called = at
+        self._calls = 0
 
     def deadline(self, timeout_s: float) -> float:
-        """When the current sample is out of time; infinity if none has begun."""
-        return math.inf if self.began is None else self.began + timeout_s
+        """When the current call is out of time; infinity if no sample has begun."""
+        return math.inf if self._called is None else self._called + timeout_s
 
     def take(
         self, message: dict[str, Any], now: float, success_at: float | None
@@ -92,7 +110,9 @@ class Conversation:
                 self._take_start(message)
             elif "began" in message:
                 _expect(bool(self.assigned) and self.began is None)
-                self.began = self._time(message["began"], now)
+                self._begin(self._time(message["began"], now))
+            elif "call" in message:
+                self._take_call(message, now)
             else:
                 return self._take_result(message, now, success_at)
         except (KeyError, TypeError, ValueError) as error:
@@ -111,6 +131,12 @@ class Conversation:
             _expect(type(success_at) in (int, float) and abs(success_at) <= LARGEST)
         self.is_ready, self.success_at = True, success_at
 
+    def _take_call(self, message: dict[str, Any], now: float) -> None:
+        due = self._components[self._calls : self._calls + 1]
+        _expect(self.began is not None and list(due) == [message["call"]])
+        self._called = self._time(message["clock"], now)
+        self._calls += 1
+
     def _take_result(
         self, message: dict[str, Any], now: float, success_at: float | None
     ) -> dict[int, RewardResult]:
@@ -121,14 +147,14 @@ class Conversation:
         at = self._time(message["clock"], now)
         result = _result(message, at - self.began, success_at)
         self.assigned.pop(0)
-        self.began = at if self.assigned else None
+        self._begin(at if self.assigned else None)
         return {number: result}
 
     def _time(self, clock: object, now: float) -> float:
         """The time of an event, between the event before it and now."""
         _expect(type(clock) is float and math.isfinite(clock))
         assert isinstance(clock, float)
-        return min(max(clock, self.since if self.began is None else self.began), now)
+        return min(max(clock, self.since if self._called is None else self._called), now)
 
 
 def _expect(holds: bool) -> None:

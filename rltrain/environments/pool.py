@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from rltrain.config.data import RewardConfig
 from rltrain.config.error_codes import with_code
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.pool_worker import PoolWorker
 from rltrain.environments.reward_sample import RewardInput, RewardResult, encode_sample
 from rltrain.environments.worker_process import wait
@@ -186,8 +186,11 @@ class RewardPool:
         if not failed:
             return
         first, result = samples[failed[0]], results[failed[0]]
+        what = f"reward function {self.config.function}"
+        if self.config.components:
+            what = self.config.shown
         message = (
-            f"reward function {self.config.function}: {len(failed)} of {len(samples)} samples have "
+            f"{what}: {len(failed)} of {len(samples)} samples have "
             f"no reward; the first is of prompt {first.prompt_id[:12]}, response "
             f"{first.raw[:80]!r}, {result.status}: {result.detail}"
         )

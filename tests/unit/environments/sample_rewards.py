@@ -46,6 +46,11 @@ def declared(response: str, answer: object, **columns: object) -> float:
 declared.success_at = 0.5  # type: ignore[attr-defined]
 
 
+def take_out(response: str, answer: list[int], **columns: list[int]) -> float:
+    """Changes what it was given."""
+    return float(sum((answer.pop(), columns["tests"].pop())))
+
+
 def act_out(response: str, answer: object, **columns: object) -> float:
     """Does what the response says."""
     what, _, number = response.partition(" ")

@@ -21,6 +21,10 @@ def result(number: object, clock: object, **more: object) -> dict[str, Any]:
     return {"sample": number, "clock": clock, "reward": 1.0, "correct": None, "parts": {}} | more
 
 
+def call(name: object, clock: object) -> dict[str, Any]:
+    return {"call": name, "clock": clock}
+
+
 def ready(positions: list[int], success_at: float | None = None) -> Conversation:
     worker = Conversation(NOW - 100)
     worker.take({"ready": success_at}, NOW - 50, None)
@@ -83,6 +87,7 @@ def test_the_times_of_an_honest_worker_are_its_own() -> None:
         [result(0, NOW, correct=1)],
         [{"sample": 0, "clock": NOW, "error": ["x"]}],
         [{"sample": 0, "clock": NOW}],
+        [call("a", NOW)],
         [{"ready": None}],
         [{"unusable": "now"}],
         [{}],
@@ -96,6 +101,45 @@ def test_only_the_message_that_is_due_is_taken(messages: list[dict[str, Any]]) -
     with pytest.raises(ValueError, match=r"^wrote .*, which is no result"):
         worker.take(messages[-1], NOW, None)
     assert worker.assigned == before
+
+
+def with_components(*names: str) -> Conversation:
+    worker = Conversation(NOW - 100, names)
+    worker.take({"ready": None}, NOW - 50, None)
+    worker.assign([0, 1], NOW)
+    return worker
+
+
+def test_the_clock_starts_with_each_call_and_the_time_of_a_sample_with_the_first() -> None:
+    worker = with_components("a", "b")
+    worker.take({"began": NOW}, NOW, None)
+    assert worker.component == ""
+    worker.take(call("a", NOW + 1), NOW + 9, None)
+    worker.take(call("b", NOW + 6), NOW + 9, None)
+    assert worker.component == "b" and worker.deadline(TIMEOUT_S) == NOW + 6 + TIMEOUT_S
+    assert worker.take(result(0, NOW + 8), NOW + 9, None)[0].seconds == 8
+    assert worker.component == "" and worker.deadline(TIMEOUT_S) == NOW + 8 + TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [call("a", NOW)],
+        [{"began": NOW}, call("b", NOW)],
+        [{"began": NOW}, call("c", NOW)],
+        [{"began": NOW}, call("a", NOW), call("a", NOW)],
+        [{"began": NOW}, call("a", NOW), call("b", NOW), call("a", NOW)],
+        [{"began": NOW}, call("a", math.nan)],
+        [{"began": NOW}, call(["a"], NOW)],
+    ],
+)
+def test_a_call_that_is_not_due_gives_no_more_time(messages: list[dict[str, Any]]) -> None:
+    worker = with_components("a", "b")
+    for message in messages[:-1]:
+        worker.take(message, NOW, None)
+    with pytest.raises(ValueError, match="which is no result"):
+        worker.take(messages[-1], NOW, None)
+    assert worker.deadline(TIMEOUT_S) in (NOW + TIMEOUT_S, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +196,7 @@ VALUES: list[Any] = [
     *(NOW, NOW - 1, NOW + 1, NOW + 1e9, 1e-300, {"reward": 1.0}, {"format": 0.5}, {"": 1}),
 ]
 KEYS = ["ready", "unusable", "began", "sample", "clock", "reward", "correct", "parts", "error", "x"]
+KEYS += ["call"]
 
 
 def hostile_message(dice: random.Random, worker: Conversation, now: float) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import pytest
 import reasoning_gym as gym
 import torch
 
+from rltrain.environments.load_reward import load_reward
 from rltrain.environments.reward_sample import RewardInput
-from rltrain.environments.rewards import exact, judgement, load_reward, math_verify, reasoning_gym
+from rltrain.environments.rewards import exact, judgement, math_verify, reasoning_gym
 
 
 @pytest.mark.parametrize(
