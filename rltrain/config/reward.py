@@ -64,7 +64,8 @@ class RewardConfig(NamesFunction):
     function: str = "exact"
     """``exact``, ``math_verify``, ``reasoning_gym``, or your own function ``(response: str, answer:
     object, **columns) -> float``: ``reward.py:score`` of a file, or ``my_rewards.score`` of a
-    module. A relative file starts at the folder in which the command runs."""
+    module. A relative file starts at the folder in which the command runs. One that has the
+    attribute ``takes_group = True`` judges all responses to a prompt in one call (docs/data.md)."""
     components: dict[str, RewardComponent] = Field(default_factory=dict)
     """Several functions by name, instead of ``function``: the reward is the sum of what they give,
     each times its ``weight`` (docs/data.md). What each gives is logged under its name."""

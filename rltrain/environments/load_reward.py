@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from rltrain.environments.rewards import BUILT_IN, Reward
+from rltrain.environments.rewards import BUILT_IN, Reward, takes_group
 
 
 def load_reward(name: str, key: str = "data.reward.function") -> Reward:
@@ -106,6 +106,11 @@ def _import_module(label: str, module_name: str) -> ModuleType:
 
 def _check_signature(label: str, function: object) -> None:
     expected = "expected a function (response: str, answer: object, **columns) -> float"
+    if callable(function) and takes_group(function, label):
+        expected = (
+            "takes_group=True: expected a function "
+            "(responses: list[str], answer: object, **columns) -> list[float]"
+        )
     if not callable(function):
         raise ValueError(f"{label}: {expected}, found {function!r} [RL2009]")
     if inspect.iscoroutinefunction(function):

@@ -15,9 +15,15 @@ from rltrain.environments.rewards import (
     Judgement,
     Reward,
     declared_success,
+    group_values,
     judgement,
+    takes_group,
 )
 
+Group = dict[str, Any]
+"""As `encode_group` writes it: responses of one problem that are judged together."""
+Said = Judgement | str
+"""A judgement, or why there is none."""
 Begin = Callable[[str], None]
 """Told of each call of a component, before it."""
 
@@ -33,6 +39,11 @@ class LoadedReward:
     correct_from: str | None = None
     asks_whole: bool = False
     """``data.reward.success_at`` decides about the weighted sum."""
+
+    @property
+    def takes_groups(self) -> bool:
+        functions = [component.function for component in self.components]
+        return any(takes_group(f) for f in (self.function, *functions) if f is not None)
 
 
 def load(config: RewardConfig) -> LoadedReward:
@@ -67,21 +78,39 @@ def _load(key: str, name: str) -> Reward:
     return reward
 
 
-def score(reward: LoadedReward, sample: dict[str, Any], begin: Begin) -> dict[str, Any]:
-    """``reward``, ``correct`` and ``parts``, or ``error`` with its place."""
+def score(reward: LoadedReward, group: Group, begin: Begin) -> list[dict[str, Any]]:
+    """Of each response ``reward``, ``correct`` and ``parts``, or ``error`` with its place."""
     if reward.function is not None:
-        said = _judged(reward.function, sample)
+        said = _said(reward.function, group, lambda: group)
     else:
-        said = _sum(reward, sample, begin)
-    return {"error": said} if isinstance(said, str) else said._asdict()
+        by_component: dict[str, list[Said]] = {}
+        for component in reward.components:
+
+            def fresh(name: str = component.name) -> Group:
+                begin(name)
+                # A function may take something out of an answer or a column.
+                return copy.deepcopy(group)
+
+            by_component[component.name] = _said(component.function, group, fresh)
+        said = [
+            _sum(reward, {name: ones[n] for name, ones in by_component.items()})
+            for n in range(len(group["responses"]))
+        ]
+    return [{"error": one} if isinstance(one, str) else one._asdict() for one in said]
 
 
-def _sum(reward: LoadedReward, sample: dict[str, Any], begin: Begin) -> Judgement | str:
-    said: dict[str, Judgement | str] = {}
-    for component in reward.components:
-        begin(component.name)
-        # Its own copy: a function may take something out of an answer or a column.
-        said[component.name] = _judged(component.function, copy.deepcopy(sample))
+def _said(function: Reward, group: Group, fresh: Callable[[], Group]) -> list[Said]:
+    """What a function says of each response.
+
+    Args:
+        fresh: the group for one call, which begins
+    """
+    if takes_group(function):
+        return _of_group(function, fresh())
+    return [_of_response(function, fresh(), n) for n in range(len(group["responses"]))]
+
+
+def _sum(reward: LoadedReward, said: dict[str, Said]) -> Said:
     try:
         chosen, whole = reward.correct_from, reward.asks_whole
         return weighted_sum(reward.components, said, chosen, asks_whole=whole)
@@ -89,12 +118,34 @@ def _sum(reward: LoadedReward, sample: dict[str, Any], begin: Begin) -> Judgemen
         return str(error)[:LONGEST_DETAIL]
 
 
-def _judged(function: Reward, sample: dict[str, Any]) -> Judgement | str:
+def _of_response(function: Reward, group: Group, n: int) -> Said:
     """What a function gives, or why it gives nothing, with the place of the error."""
+    texts = {"response_raw": group["raw"][n], "response_clean": group["clean"][n]}
+    columns = group["columns"] | texts
     try:
-        return judgement(function(sample["response"], sample["answer"], **sample["columns"]))
+        return judgement(function(group["responses"][n], group["answer"], **columns))
     except BaseException as error:  # the user's function may raise anything, or exit
         return described(error)[:LONGEST_DETAIL]
+
+
+def _of_group(function: Reward, group: Group) -> list[Said]:
+    """As `_of_response`, of all responses by one call. A bad value costs its response alone."""
+    texts = {"responses_raw": group["raw"], "responses_clean": group["clean"]}
+    columns = group["columns"] | texts
+    if "responses" in columns:  # the name of the argument
+        columns["row_responses"] = columns.pop("responses")
+    number = len(group["responses"])
+    said: list[Said] = []
+    try:
+        values = group_values(function(group["responses"], group["answer"], **columns), number)
+    except BaseException as error:  # as above
+        return [described(error)[:LONGEST_DETAIL]] * number
+    for value in values:
+        try:
+            said.append(judgement(value))
+        except BaseException as error:  # a value of the user's own class may raise anything
+            said.append(described(error)[:LONGEST_DETAIL])
+    return said
 
 
 def described(error: BaseException) -> str:

@@ -48,8 +48,13 @@ class PoolWorker:
         return self._state.success_at
 
     @property
-    def assigned(self) -> list[int]:
-        """Positions of the samples without a result, in order."""
+    def takes_groups(self) -> bool:
+        """A function of the reward judges the responses to a prompt together."""
+        return self._state.takes_groups
+
+    @property
+    def assigned(self) -> list[tuple[int, ...]]:
+        """Positions of the samples without a result, by group and in order."""
         return self._state.assigned
 
     @property
@@ -60,8 +65,8 @@ class PoolWorker:
     def deadline(self, timeout_s: float) -> float:
         return self._state.deadline(timeout_s)
 
-    def assign(self, positions: list[int], lines: list[str]) -> None:
-        self._state.assign(positions, time.monotonic())
+    def assign(self, groups: list[tuple[int, ...]], lines: list[str]) -> None:
+        self._state.assign(groups, time.monotonic())
         self.process.send(f"[{', '.join(lines)}]")
 
     def listen(self, success_at: float | None = None) -> dict[int, RewardResult]:

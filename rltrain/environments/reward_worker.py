@@ -1,12 +1,13 @@
 """The process that runs a reward function; started by ``pool`` as ``python -m``, never imported.
 
-It reads and writes lines of JSON on one socket. At start it writes ``{"ready": success_at}`` or
-``{"unusable": why}``. Then it reads lists of samples; for each list it writes ``{"began": clock}``
-and for each sample ``{"sample": number, "clock": clock}`` with ``reward``, ``correct`` and
-``parts``, or with ``error``. Before each call of a component it writes ``{"call": name, "clock":
-clock}``. Clocks are ``time.monotonic()``, which all processes of a machine share. So the time that
-a message waits to be read does not count against a limit. The process forks at once: the first one
-becomes the ``supervisor`` of the second, which runs the function."""
+It reads and writes lines of JSON on one socket. At start it writes ``{"ready": success_at,
+"takes_groups": bool}`` or ``{"unusable": why}``. Then it reads lists of groups, most of one sample;
+for each list it writes ``{"began": clock}`` and for each sample ``{"sample": number, "clock":
+clock}`` with ``reward``, ``correct`` and ``parts``, or with ``error``. Before each call of a
+component it writes ``{"call": name, "clock": clock}``. Clocks are ``time.monotonic()``, which all
+processes of a machine share. So the time that a message waits to be read does not count against a
+limit. The process forks at once: the first one becomes the ``supervisor`` of the second, which runs
+the function."""
 
 import json
 import os
@@ -33,12 +34,13 @@ def serve(connection: socket.socket, config: RewardConfig) -> None:
     except BaseException as error:  # importing runs the user's code, which may do anything
         say({"unusable": str(error) if isinstance(error, ValueError) else described(error)})
         return
-    say({"ready": reward.success_at})
+    say({"ready": reward.success_at, "takes_groups": reward.takes_groups})
     for line in connection.makefile("rb"):
         say({"began": time.monotonic()})
-        for sample in json.loads(line):
-            outcome = score(reward, sample, begin)
-            say({"sample": sample["number"], "clock": time.monotonic(), **outcome})
+        for group in json.loads(line):
+            outcomes = score(reward, group, begin)
+            for number, outcome in zip(group["numbers"], outcomes, strict=True):
+                say({"sample": number, "clock": time.monotonic(), **outcome})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Reward functions. A reward is a function ``(response, answer, **columns)``.
+"""Reward functions. A reward is a function ``(response, answer, **columns)``, or one of a whole
+group, ``(responses, answer, **columns)``, which says so by its attribute ``takes_group = True``.
 
 ``columns`` holds ``prompt``, the text the model saw, ``response_raw`` and ``response_clean``, and
 every other column of the dataset. `judgement` defines what a reward may return. Rewards run in the
@@ -52,6 +53,22 @@ def judgement(value: object) -> Judgement:
     names = [name for name in value if name not in ("reward", "correct")]
     parts = {_part_name(name): _number(value[name], f"{name}=", bools=False) for name in names}
     return Judgement(_number(value["reward"]), correct, parts)
+
+
+def group_values(value: Any, number: int) -> list[Any]:
+    """The rewards in what a function of a group returned: a list, a tuple, or an array or tensor of
+    shape (number,).
+
+    Raises:
+        ValueError: it is something else, or has not one reward per response.
+    """
+    expected = f"expected a list of {number} rewards, one for each response in their order"
+    if not isinstance(value, list | tuple) and getattr(value, "ndim", None) != 1:
+        raise ValueError(f"{expected}, found {_shown(value)} [RL2011]")
+    values = list(value)
+    if len(values) != number:
+        raise ValueError(f"{expected}, found {len(values)} [RL2011]")
+    return values
 
 
 def _number(value: object, label: str = "", *, bools: bool = True) -> float:
@@ -166,6 +183,20 @@ BUILT_IN: dict[str, Reward] = {
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
 }
+
+
+def takes_group(reward: Reward, of: str = "the reward function") -> bool:
+    """Whether the function judges all responses to a prompt in one call.
+
+    Args:
+        of: the function, for messages
+    Raises:
+        ValueError: its ``takes_group`` is neither True nor False.
+    """
+    value = getattr(reward, "takes_group", False)
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{of}'s takes_group: expected True or False, found {_shown(value)} [RL2011]")
 
 
 def declared_success(reward: Reward, of: str = "the reward function") -> float | None:
