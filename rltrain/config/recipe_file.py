@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rltrain.config.errors import ConfigError
 from rltrain.config.hydra_groups import Groups
+from rltrain.config.reward import is_url
 from rltrain.config.root import Config
 
 RECIPE_FILE = "recipe_file"
@@ -83,4 +84,4 @@ def relative_paths(config: Config) -> Iterator[tuple[str, str]]:
 def _file_of(reward: str) -> str | None:
     """The file of ``reward.py:score``; None for what is in no file."""
     file, _, function = reward.rpartition(":")
-    return file if function else None
+    return file if function and not is_url(reward) else None

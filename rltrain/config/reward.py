@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rltrain.config.base import Section
+from rltrain.config.base import NotEmpty, Section
 from rltrain.config.environment import check_reward_env
+from rltrain.config.redact import URL_LOGIN
 
 Positive = Annotated[int, Field(gt=0)]
 
@@ -34,11 +35,23 @@ class RewardLimits(Section):
     """Size of ``logs/reward-N.log``. Beyond it the older half is cut."""
 
 
+def is_url(function: str) -> bool:
+    """Whether a service computes the reward."""
+    return function.startswith(("http://", "https://"))
+
+
 class NamesFunction(Section):
     function: str
 
     @model_validator(mode="after")
     def the_function_is_built_in_or_in_a_file_or_module(self) -> Self:
+        if is_url(self.function) and not URL_LOGIN.search(self.function):
+            return self
+        if is_url(self.function):
+            raise ValueError(
+                "function: a URL with a login in it would be in files of the run: leave it out, "
+                "and name the variable with the token in data.reward.token_env [RL2009]"
+            )
         if "." not in self.function and self.function not in BUILT_IN_REWARDS:
             raise ValueError(
                 f"function={self.function}: expected one of {', '.join(BUILT_IN_REWARDS)}, a "
@@ -65,13 +78,17 @@ class RewardConfig(NamesFunction):
     """``exact``, ``math_verify``, ``reasoning_gym``, or your own function ``(response: str, answer:
     object, **columns) -> float``: ``reward.py:score`` of a file, or ``my_rewards.score`` of a
     module. A relative file starts at the folder in which the command runs. One that has the
-    attribute ``takes_group = True`` judges all responses to a prompt in one call (docs/data.md)."""
+    attribute ``takes_group = True`` judges all responses to a prompt in one call (docs/data.md). Or
+    the address of a service: ``http://127.0.0.1:8000/score``."""
     components: dict[str, RewardComponent] = Field(default_factory=dict)
     """Several functions by name, instead of ``function``: the reward is the sum of what they give,
     each times its ``weight`` (docs/data.md). What each gives is logged under its name."""
     correct_from: str | None = None
     """The component that says which responses are correct. null: the only one that has a
     ``success_at``, its own or that of its function."""
+    token_env: NotEmpty | None = None
+    """The environment variable with the token for services, sent as ``Authorization: Bearer``. The
+    token itself is in no file of the run."""
     text: Literal["raw", "clean"] = "raw"
     """Text that the function gets as ``response``. ``raw``: the text as sampled. ``clean``: without
     the special tokens of the tokenizer; ``<|channel|>final<|message|>42`` then reads ``final42``.
@@ -124,6 +141,15 @@ class RewardConfig(NamesFunction):
             raise ValueError(
                 "components: every weight is 0, so every reward would be: give one a weight"
                 " [RL2009]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_token_is_for_a_service(self) -> Self:
+        if self.token_env is not None and not any(map(is_url, self.functions.values())):
+            raise ValueError(
+                f"token_env={self.token_env} is sent to a service, and no reward function is an "
+                "http:// or https:// address: drop it [RL2009]"
             )
         return self
 

@@ -21,6 +21,7 @@ FREE = (
     *("model.cache_dir", "model.path", "model.weights", "model.trust_remote_code"),
     *("data.path", "data.reward.num_workers", "data.reward.timeout_s"),
     *("data.reward.max_failed_fraction", "data.reward.limits.", "data.limits."),
+    "data.reward.token_env",
     *("trainer.steps", "trainer.eval_every", "trainer.output_dir", "trainer.invariants"),
     *("trainer.resume", "trainer.resume_with_changes", "trainer.check_weight_sync"),
     *("trainer.on_nonfinite", "trainer.max_skipped_steps", "trainer.schedule"),

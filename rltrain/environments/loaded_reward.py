@@ -2,12 +2,13 @@
 
 import copy
 import importlib
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.config.reward import RewardComponent, RewardConfig
+from rltrain.config.reward import RewardComponent, RewardConfig, is_url
 from rltrain.environments.components import Component, correct_component, weighted_sum
 from rltrain.environments.load_reward import load_reward
 from rltrain.environments.rewards import (
@@ -51,7 +52,7 @@ def load(config: RewardConfig) -> LoadedReward:
     Raises:
         ValueError: a function cannot be used, or it is not clear which says what is correct.
     """
-    loaded = {name: _load(key, name) for key, name in config.functions.items()}
+    loaded = {name: _load(key, name, config) for key, name in config.functions.items()}
     if not config.components:
         function = loaded[config.function]
         return LoadedReward(function, declared_success(function))
@@ -71,7 +72,12 @@ def _component(name: str, part: RewardComponent, function: Reward) -> Component:
     return Component(name, function, part.weight, success_at)
 
 
-def _load(key: str, name: str) -> Reward:
+def _load(key: str, name: str, config: RewardConfig) -> Reward:
+    if is_url(name):
+        from rltrain.environments.http_reward import http_reward  # ssl takes a while
+
+        token = os.environ.get(config.token_env) if config.token_env else None
+        return http_reward(name, config.timeout_s, token)
     reward = load_reward(name, key)
     # Import it now, so that it does not count against the limit of the first sample.
     importlib.import_module(getattr(reward, "needs", "json"))

@@ -16,7 +16,7 @@ from rltrain.environments.worker_process import WorkerProcess
 START_TIMEOUT_S = 120.0
 BEGIN_TIMEOUT_S = 60.0
 """Limit between giving samples to a worker and its message that it begins."""
-NEEDED = {"function", "components", "correct_from", "success_at"}
+NEEDED = {"function", "components", "correct_from", "success_at", "timeout_s", "token_env"}
 """What of the configuration a worker gets; it is an argument of its process, which all can see."""
 
 
@@ -30,7 +30,7 @@ class PoolWorker:
 
     def __init__(self, config: RewardConfig, log: Path) -> None:
         self.shown = config.shown
-        self._environment = worker_environment(os.environ, config.env)
+        self._environment = worker_environment(os.environ, _named(config))
         self._state = Conversation(time.monotonic(), tuple(config.components))
         self._limits = config.limits.model_dump()
         settings = Settings(os.getpid(), str(log.absolute()), **self._limits)
@@ -120,3 +120,25 @@ class PoolWorker:
 
     def _with_advice(self, text: str) -> str:
         return text + error_advice(text, self._limits, os.environ, self._environment)
+
+
+def _named(config: RewardConfig) -> dict[str, str | int | None]:
+    """The variables that the configuration passes on.
+
+    Raises:
+        ValueError: there is no token in the one that ``data.reward.token_env`` names.
+    """
+    name = config.token_env
+    if name is None:
+        return config.env
+    if not os.environ.get(name):
+        raise ValueError(
+            f"data.reward.token_env={name}: expected a variable with a token in the environment in "
+            f"which the run starts, found none of that name: export {name} [RL2017]"
+        )
+    if not (os.environ[name].isascii() and os.environ[name].isprintable()):
+        raise ValueError(
+            f"data.reward.token_env={name}: expected a token of ASCII characters on one line, "
+            f"found others: look for a line's end in {name} [RL2017]"
+        )
+    return {**config.env, name: None}

@@ -213,6 +213,16 @@ IMPOSSIBLE = [
         "a reward is one function or its components",
     ),
     (
+        {"data.reward.function": "http://me:word@judge/score"},
+        "a URL with a login",
+        "the function is built in or in a file or module",
+    ),
+    (
+        {"data.reward.token_env": "JUDGE_TOKEN"},
+        "no reward function is an http:// or https:// address",
+        "a token is for a service",
+    ),
+    (
         {"data.reward.correct_from": "right"},
         "expected the name of a component (none)",
         "one component says what is correct",
