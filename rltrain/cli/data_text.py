@@ -11,6 +11,7 @@ from rich.text import Text
 
 from rltrain.config import Config
 from rltrain.config.redact import escape_control
+from rltrain.config.reward import RewardConfig
 from rltrain.controller.checks.reward_trial import Trial
 from rltrain.controller.run_data import RunData
 from rltrain.data.problem import Problem, shorten
@@ -134,19 +135,34 @@ def _answer_lengths(data: RunData) -> list[int]:
 
 
 def _print_trials(console: Console, config: Config, trials: Sequence[Trial]) -> None:
-    table = _table("response", "what it is", f"reward ({config.data.reward.function})")
+    reward = config.data.reward
+    if reward.components:
+        _print_components(console, reward)
+    what = "reward" if reward.components else f"reward ({reward.function})"
+    table = _table("response", "what it is", what, *reward.components)
     for number, trial in enumerate(trials, start=1):
         if trial.right is not None:
             name = f"reference answer {number}"
-            table.add_row(_quoted(str(trial.answer)), name, _reward(trial.right))
+            table.add_row(_quoted(str(trial.answer)), name, *_rewards(trial.right, reward))
         if trial.wrong is not None:
-            table.add_row(_quoted(trial.other), "a wrong answer", _reward(trial.wrong))
+            table.add_row(_quoted(trial.other), "a wrong answer", *_rewards(trial.wrong, reward))
     console.print(table)
     console.print()
 
 
-def _reward(result: RewardResult) -> str:
-    return f"{result.value:g}" if result.value is not None else f"{result.status}: {result.detail}"
+def _print_components(console: Console, reward: RewardConfig) -> None:
+    table = _table("component", "function", "weight")
+    for name, part in reward.components.items():
+        table.add_row(name, Text(part.function), f"{part.weight:g}")
+    console.print(table)
+    console.print()
+
+
+def _rewards(result: RewardResult, reward: RewardConfig) -> list[str]:
+    """The reward, and what each component gave."""
+    if result.value is None:
+        return [f"{result.status}: {result.detail}"]
+    return [f"{result.value:g}", *(f"{result.parts[name]:g}" for name in reward.components)]
 
 
 def _quoted(text: str) -> Text:

@@ -12,7 +12,7 @@ import yaml
 
 from rltrain.cli.init_data import SAMPLE, look_at_data
 from rltrain.config import Config
-from rltrain.config.data import BUILT_IN_REWARDS
+from rltrain.config.reward import BUILT_IN_REWARDS, is_url
 from rltrain.planning.machine import GPUS_OF_A_NODE
 from rltrain.weights.architecture.decoder import Architecture
 from rltrain.weights.families import read_architecture
@@ -107,7 +107,7 @@ def reward_of(choices: Choices) -> str:
     """
     if choices.reward is None:
         return "reward.py:score"
-    if choices.reward in BUILT_IN_REWARDS or ":" not in choices.reward:
+    if choices.reward in BUILT_IN_REWARDS or ":" not in choices.reward or is_url(choices.reward):
         return choices.reward
     file, _, function = choices.reward.rpartition(":")
     if not Path(file).expanduser().is_file():

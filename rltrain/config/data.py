@@ -1,75 +1,14 @@
-"""Where prompts come from, and which function rewards a response."""
+"""Where prompts come from."""
 
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rltrain.config.base import NotEmpty, Section
-from rltrain.config.environment import check_reward_env
+from rltrain.config.reward import RewardConfig
 
 Positive = Annotated[int, Field(gt=0)]
-
-BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym")
-
-
-class RewardLimits(Section):
-    """Of each reward worker. null: no limit."""
-
-    memory_gib: Annotated[float, Field(gt=0)] | None = 32.0
-    """Private memory that a process may have (``RLIMIT_DATA``). Beyond it Python raises
-    MemoryError, which costs the sample. What CUDA reserves does not count."""
-    file_gib: Annotated[float, Field(gt=0)] | None = 16.0
-    """Size of a file that it may write (``RLIMIT_FSIZE``)."""
-    core_gib: Annotated[float, Field(ge=0)] | None = 0.0
-    """Size of a core dump (``RLIMIT_CORE``)."""
-    processes: Positive | None = 256
-    """Processes at once, the worker and all that it started. They are counted every second; the
-    worker is killed if there are more, which costs the sample."""
-    log_mib: Annotated[float, Field(gt=0)] | None = 4.0
-    """Size of ``logs/reward-N.log``. Beyond it the older half is cut."""
-
-
-class RewardConfig(Section):
-    function: str = "exact"
-    """``exact``, ``math_verify``, ``reasoning_gym``, or your own function ``(response: str, answer:
-    object, **columns) -> float``: ``reward.py:score`` of a file, or ``my_rewards.score`` of a
-    module. A relative file starts at the folder in which the command runs."""
-    text: Literal["raw", "clean"] = "raw"
-    """Text that the function gets as ``response``. ``raw``: the text as sampled. ``clean``: without
-    the special tokens of the tokenizer; ``<|channel|>final<|message|>42`` then reads ``final42``.
-    Neither contains the token or stop string that ended the response."""
-    success_at: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """A response counts as correct if its reward is at least this. null: the value that the
-    function declares as ``success_at``, which is 1 for the built-in functions. If the function
-    declares none, no accuracy is logged."""
-    num_workers: Positive = 8
-    timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The run stops if more than this share of the rewards of a step timed out or failed."""
-    shuffle: bool = False
-    """Permute the rewards over the step. Use it as a control experiment, which must not learn."""
-    limits: RewardLimits = RewardLimits()
-    env: dict[str, Any] = Field(default_factory=dict)
-    """Environment variables of the workers beside the usual ones (docs/data.md): a value, or null
-    for the value that the run was started with. Secrets are never usual. Name them with null, e.g.
-    ``OPENAI_API_KEY: null``, so that no file of the run holds them."""
-
-    @field_validator("env")
-    @classmethod
-    def env_names_variables_and_holds_no_secret(cls, env: dict[str, Any]) -> dict[str, Any]:
-        check_reward_env(env)
-        return env
-
-    @model_validator(mode="after")
-    def the_function_is_built_in_or_in_a_file_or_module(self) -> Self:
-        if "." not in self.function and self.function not in BUILT_IN_REWARDS:
-            raise ValueError(
-                f"function={self.function}: expected one of {', '.join(BUILT_IN_REWARDS)}, a "
-                "function of a file, e.g. reward.py:score, or of a module, e.g. my_rewards.score"
-                " [RL2009]"
-            )
-        return self
 
 
 class LimitsConfig(Section):
@@ -218,12 +157,14 @@ class DataConfig(Section):
                 f"answer_column={self.answer_column}: set last_turn=drop to take the answer from "
                 "the column, or answer_column=null"
             )
-        needs_answer = self.reward.function in ("exact", "math_verify")
-        if self.answer_column is None and self.last_turn != "answer" and needs_answer:
-            raise ValueError(
-                f"answer_column=null leaves reward.function={self.reward.function} without an "
-                "answer: name its column, or set last_turn=answer"
-            )
+        if self.answer_column is not None or self.last_turn == "answer":
+            return self
+        for key, function in self.reward.functions.items():
+            if function in ("exact", "math_verify"):
+                raise ValueError(
+                    f"answer_column=null leaves {key.removeprefix('data.')}={function} without an "
+                    "answer: name its column, or set last_turn=answer"
+                )
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rltrain.config.error_codes import with_code
-from rltrain.config.reference import Key, keys, sections, show
+from rltrain.config.reference import Key, keys, keys_below, sections, show
 from rltrain.config.root import Config
 
 OTHER_SAMPLING = frozenset(
@@ -81,6 +81,9 @@ def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
     shown = show(detail["input"])
     if not name:
         return f"expected sections such as trainer and data, found {shown or 'nothing'} [RL1002]"
+    by_name = by_name | {key.name: key for key in _in_dictionaries(name, by_name.values())}
+    if detail["type"] == "missing" and name in by_name:
+        return f"{name}: expected {by_name[name].type}, found nothing: set it [RL1002]"
     while name and name not in by_name:  # a member of a union or a dictionary has a longer path
         if name in set(sections()):
             return f"{name}: expected a section with keys of its own, found {shown} [RL1002]"
@@ -89,6 +92,13 @@ def describe_error(detail: ErrorDetails, by_name: dict[str, Key]) -> str:
         f"{name}: expected {by_name[name].type}, found {shown}{quoting_hint(by_name[name], detail)}"
         " [RL1002]"
     )
+
+
+def _in_dictionaries(name: str, known: Iterable[Key]) -> Iterator[Key]:
+    """The keys beside ``name``, where it lies in a section that is the value of a dictionary."""
+    for key in known:
+        if key.section is not None and name.startswith(f"{key.name}."):
+            yield from keys_below(key, name.removeprefix(f"{key.name}.").partition(".")[0])
 
 
 def broken_rule(error: BaseException) -> str:
@@ -114,7 +124,8 @@ def unknown_key(name: str, groups: Iterable[str] = ()) -> str:
             f"{name}: there is no such key. Tokens are sampled from the whole distribution that is "
             "trained; the importance ratio would be wrong for any other. Leave it out [RL1013]"
         )
-    valid = [*(key.name for key in keys()), *(() if "." in name else groups)]
+    known = [*keys(), *_in_dictionaries(name, keys())]
+    valid = [*(key.name for key in known), *(() if "." in name else groups)]
     return f"{name or '(no name)'}: there is no such key. {nearest(name, valid)} [RL1001]"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rltrain.config.errors import ConfigError
 from rltrain.config.hydra_groups import Groups
+from rltrain.config.reward import is_url
 from rltrain.config.root import Config
 
 RECIPE_FILE = "recipe_file"
@@ -68,14 +69,19 @@ def check_folder_of_command(file: Path, config: Config) -> None:
 
 def relative_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Keys and values of the relative paths of files that a run reads."""
-    reward, _, function = config.data.reward.function.rpartition(":")
     paths = {
         "model.path": config.model.path,
         "model.weights": config.model.weights,
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
-        "data.reward.function": reward if function else None,
+        **{key: _file_of(name) for key, name in config.data.reward.functions.items()},
     }
     for key, path in paths.items():
         if path and not Path(path).expanduser().is_absolute():
             yield key, path
+
+
+def _file_of(reward: str) -> str | None:
+    """The file of ``reward.py:score``; None for what is in no file."""
+    file, _, function = reward.rpartition(":")
+    return file if function and not is_url(reward) else None

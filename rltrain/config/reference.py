@@ -14,6 +14,8 @@ from rltrain.config.root import Config
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", dict: "dictionary"}
 
+SectionType = type[BaseModel]
+
 
 @dataclass(frozen=True)
 class Key:
@@ -25,6 +27,8 @@ class Key:
     doc: str
     choices: tuple[object, ...] = ()
     """All values, where there are few."""
+    section: SectionType | None = None
+    """What a value of the dictionary is, where it is a section with keys of its own."""
 
     @property
     def free(self) -> bool:
@@ -45,7 +49,25 @@ def keys(section: BaseModel | None = None, prefix: str = "") -> Iterator[Key]:
         else:
             doc = field.description or ""
             values = tuple(choices(field.annotation))
-            yield Key(f"{prefix}{name}", spell_field(field), default, doc, values)
+            below = _section_in(field.annotation)
+            yield Key(f"{prefix}{name}", spell_field(field), default, doc, values, below)
+
+
+def keys_below(key: Key, name: str) -> Iterator[Key]:
+    """The keys of the value ``name`` of a dictionary whose values are sections.
+
+    The default of one that must be set is ``...``.
+    """
+    for field_name, field in key.section.model_fields.items() if key.section else ():
+        default = ... if field.is_required() else field.default
+        whole = f"{key.name}.{name}.{field_name}"
+        yield Key(whole, spell_field(field), default, field.description or "")
+
+
+def _section_in(annotation: Any) -> SectionType | None:
+    """The section ``S`` in ``dict[str, S]``."""
+    values = get_args(annotation)[1:] if get_origin(annotation) is dict else ()
+    return next((v for v in values if isinstance(v, type) and issubclass(v, BaseModel)), None)
 
 
 def sections(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -117,9 +139,14 @@ def markdown() -> str:
     for name, field in Config.model_fields.items():
         lines += ["", f"## {name}", "", "| key | type | default | |", "|---|---|---|---|"]
         for key in keys(field.get_default(), f"{name}."):
-            doc = " ".join(key.doc.replace("``", "`").replace("|", "\\|").split())
-            lines.append(f"| `{key.name}` | {key.type} | `{show(key.default)}` | {doc} |")
+            lines += [_row(one) for one in (key, *keys_below(key, "NAME"))]
     return "\n".join(lines) + "\n"
+
+
+def _row(key: Key) -> str:
+    doc = " ".join(key.doc.replace("``", "`").replace("|", "\\|").split())
+    default = "must be set" if key.default is ... else f"`{show(key.default)}`"
+    return f"| `{key.name}` | {key.type} | {default} | {doc} |"
 
 
 if __name__ == "__main__":

@@ -234,7 +234,14 @@ def _ignored_by_supervised_steps(config: Config) -> Iterator[str]:
 def _differences(name: str, value: object, default: object) -> Iterator[tuple[str, object]]:
     if not isinstance(value, Section):
         if value != default:
-            yield name, value
+            yield name, _plain(value)
         return
     for field in type(value).model_fields:
         yield from _differences(f"{name}.{field}", getattr(value, field), getattr(default, field))
+
+
+def _plain(value: object) -> object:
+    """A dictionary of sections as one writes it."""
+    if not isinstance(value, dict):
+        return value
+    return {k: v.model_dump() if isinstance(v, Section) else v for k, v in value.items()}

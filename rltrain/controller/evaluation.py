@@ -90,7 +90,7 @@ class Evaluator:
             for text, problem in zip(texts, self.held_out, strict=True)
             if INTEGER.fullmatch(str(problem.answer))
         ]
-        if reward.function == "exact" and integers:
+        if "exact" in reward.functions.values() and integers:
             wrong = [INTEGER.fullmatch(text.strip()) is None for text in integers]
             metrics["eval/format_error_fraction"] = statistics.fmean(wrong)
         return metrics

@@ -74,7 +74,7 @@ def _read(config: Config, model: Architecture, run_data: RunData) -> None:
 def _try_reward(config: Config, run_data: RunData, num_trials: int) -> None:
     run_data.trials = tuple(try_rewards(config.data.reward, run_data.problems.train, num_trials))
     for trial in run_data.trials:
-        check_trial(trial, config.data.reward.function)
+        check_trial(trial, config.data.reward)
 
 
 def check_folder_tokenizer(config: Config, run_data: RunData) -> None:

@@ -120,7 +120,7 @@ class Sampler:
                 groups.append(group)
                 problem = problems[group.index]
                 samples = rewarded_samples(self.tokenizer, problem, group.rollouts)
-                judged.append(self.pool.submit(samples))
+                judged.append(self.pool.submit_group(samples))
             self.pool.poll()
             if group is None:
                 yield "generate"

@@ -3,6 +3,7 @@ value."""
 
 import math
 import re
+from collections.abc import Collection
 from decimal import Decimal
 from typing import Literal
 
@@ -16,8 +17,12 @@ value is used. ``scored``: a verifier of reasoning-gym reads it. ``any``: a func
 reads it."""
 
 
-def answer_rule(reward: str, supervised: bool) -> AnswerRule:
-    """The rule for answers, by ``data.reward.function`` or for supervised steps."""
+def answer_rule(rewards: Collection[str], supervised: bool) -> AnswerRule:
+    """The rule for answers, by the reward functions or for supervised steps.
+
+    Of several functions the first in this table that is among them counts: what it can read, the
+    others can read, too.
+    """
     if supervised:
         return "supervised"
     rules: dict[str, AnswerRule] = {
@@ -25,7 +30,7 @@ def answer_rule(reward: str, supervised: bool) -> AnswerRule:
         "math_verify": "number",
         "reasoning_gym": "scored",
     }
-    return rules.get(reward, "any")
+    return next((rule for name, rule in rules.items() if name in rewards), "any")
 
 
 def read_answer(value: object, name: str, rule: AnswerRule, pattern: str | None = None) -> Json:

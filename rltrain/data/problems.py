@@ -60,7 +60,7 @@ def load_problems(
         return _arithmetic(config, tokenizer, num_warm_start, num_held_out)
     if config.source == "reasoning_gym":
         rows = reasoning_gym_rows(config, config.size + num_held_out * (not config.eval_on_train))
-        rule = answer_rule(config.reward.function, supervised)
+        rule = answer_rule(config.reward.functions.values(), supervised)
         source = f"reasoning-gym's {config.task}"
         made = encode_rows(numbered(rows, source, config), config, tokenizer, source, rule)
         log_report(made[1])
@@ -108,7 +108,7 @@ def _of_file(
     supervised: bool,
     cache_dir: Path | None,
 ) -> Made:
-    rule = answer_rule(config.reward.function, supervised)
+    rule = answer_rule(config.reward.functions.values(), supervised)
     key = "data.path" if path == config.path else "data.eval_path"
 
     def make() -> Made:

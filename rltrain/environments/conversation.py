@@ -1,13 +1,16 @@
 """What a reward worker says, checked: its lines, and its messages about samples.
 
 Everything here is pure. A worker runs the user's code, which may write anything to the connection,
-so each message has to be the one that is due: one ``began`` for each list of samples, then the
-result of each sample in order. The pool's clock decides about time. The clock of a message only
-says when, since the last event, something happened; it is never later than now.
+so each message has to be the one that is due: one ``began`` for each list of groups, then the
+results of each group in order, and before them a ``call`` for each call of a component. The pool's
+clock decides about time. The clock of a message only says when, since the last event, something
+happened; it is never later than now.
 """
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rltrain.config.redact import escape_control
@@ -16,8 +19,8 @@ from rltrain.environments.rewards import LARGEST, LONGEST_DETAIL, judgement
 
 LONGEST_LINE = 1 << 20
 """Maximum bytes of one message. Messages are short."""
-MOST_MESSAGES = 1000
-"""Maximum messages in one piece of what was received. A worker has two for each sample at most."""
+MOST_MESSAGES = 2500
+"""Maximum messages in one piece of what was received. More of the shortest do not fit in one."""
 
 
 class Lines:
@@ -57,30 +60,47 @@ def _message(line: bytes) -> dict[str, Any] | None:
 class Conversation:
     """The state of a worker by what it has said and was given. Times are ``time.monotonic()``.
 
-    ``assigned`` are the samples without a result, in order. ``began`` is when the first of them
-    began; None if it has not, or if there is none.
+    ``assigned`` are the groups without results, in order; most are of one sample. ``began`` is when
+    the first of them began; None if it has not, or if there is none. ``component`` is what it
+    called last for that group; "" for none.
+
+    Args:
+        components: the names of the reward's; none for a single function
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, components: Sequence[str] = ()) -> None:
+        self._components = components
         self.is_ready = False
         self.success_at: float | None = None
         self.unusable = ""
-        self.assigned: list[int] = []
-        self.began: float | None = None
+        self.takes_groups = False
+        self.assigned: list[tuple[int, ...]] = []
         self.since = now
         """The start of the process, or its last assignment."""
+        self._begin(None)
 
-    def assign(self, positions: list[int], now: float) -> None:
-        self.assigned, self.began, self.since = positions, None, now
+    @property
+    def component(self) -> str:
+        return self._components[self._component] if self._component >= 0 else ""
+
+    def assign(self, groups: list[tuple[int, ...]], now: float) -> None:
+        self.assigned, self.since = groups, now
+        self._begin(None)
+
+    def _begin(self, at: float | None) -> None:
+        """The next group, at this time."""
+        self.began = self._called = at
+        self._component, self._calls = -1, 0  # the last that was called, and how often
+        self._results: dict[int, RewardResult] = {}  # of this group, until it has all
 
     def deadline(self, timeout_s: float) -> float:
-        """When the current sample is out of time; infinity if none has begun."""
-        return math.inf if self.began is None else self.began + timeout_s
+        """When the current call is out of time; infinity if no group has begun."""
+        return math.inf if self._called is None else self._called + timeout_s
 
     def take(
         self, message: dict[str, Any], now: float, success_at: float | None
     ) -> dict[int, RewardResult]:
-        """The result in a message, by the position of its sample; empty for another message.
+        """The results of a group with its last message, by position; empty for another message.
 
         Args:
             success_at: the reward from which on a response is correct
@@ -92,7 +112,9 @@ class Conversation:
                 self._take_start(message)
             elif "began" in message:
                 _expect(bool(self.assigned) and self.began is None)
-                self.began = self._time(message["began"], now)
+                self._begin(self._time(message["began"], now))
+            elif "call" in message:
+                self._take_call(message, now)
             else:
                 return self._take_result(message, now, success_at)
         except (KeyError, TypeError, ValueError) as error:
@@ -109,26 +131,45 @@ class Conversation:
         success_at = message["ready"]
         if success_at is not None:
             _expect(type(success_at) in (int, float) and abs(success_at) <= LARGEST)
-        self.is_ready, self.success_at = True, success_at
+        takes_groups = message.get("takes_groups", False)
+        _expect(isinstance(takes_groups, bool))
+        self.is_ready, self.success_at, self.takes_groups = True, success_at, takes_groups
+
+    def _take_call(self, message: dict[str, Any], now: float) -> None:
+        """A component is called once for a group, or once for each of its samples."""
+        _expect(self.began is not None and not self._results)
+        is_next = message["call"] in self._components[self._component + 1 : self._component + 2]
+        _expect(is_next or (message["call"] == self.component != ""))
+        _expect(is_next or self._calls < len(self.assigned[0]))
+        self._called = self._time(message["clock"], now)
+        self._component, self._calls = (
+            (self._component + 1, 1) if is_next else (self._component, self._calls + 1)
+        )
 
     def _take_result(
         self, message: dict[str, Any], now: float, success_at: float | None
     ) -> dict[int, RewardResult]:
         number = message["sample"]
-        # True equals 1, so the type is compared, too.
-        _expect(type(number) is int and self.assigned[:1] == [number] and self.began is not None)
+        _expect(bool(self.assigned) and self.began is not None)
         assert self.began is not None
+        group = self.assigned[0]
+        # True equals 1, so the type is compared, too.
+        _expect(type(number) is int and group[len(self._results)] == number)
         at = self._time(message["clock"], now)
-        result = _result(message, at - self.began, success_at)
+        self._results[number] = _result(message, success_at)
+        if len(self._results) < len(group):
+            return {}
+        share = (at - self.began) / len(group)
+        results = {n: replace(one, seconds=share) for n, one in self._results.items()}
         self.assigned.pop(0)
-        self.began = at if self.assigned else None
-        return {number: result}
+        self._begin(at if self.assigned else None)
+        return results
 
     def _time(self, clock: object, now: float) -> float:
         """The time of an event, between the event before it and now."""
         _expect(type(clock) is float and math.isfinite(clock))
         assert isinstance(clock, float)
-        return min(max(clock, self.since if self.began is None else self.began), now)
+        return min(max(clock, self.since if self._called is None else self._called), now)
 
 
 def _expect(holds: bool) -> None:
@@ -136,15 +177,15 @@ def _expect(holds: bool) -> None:
         raise ValueError("another message was due")
 
 
-def _result(message: dict[str, Any], seconds: float, success_at: float | None) -> RewardResult:
+def _result(message: dict[str, Any], success_at: float | None) -> RewardResult:
     if "error" in message:
         _expect(isinstance(message["error"], str))
-        return RewardResult(None, "error", _detail(message["error"]), seconds)
+        return RewardResult(None, "error", _detail(message["error"]), 0.0)
     said = {name: message[name] for name in ("reward", "correct")}
     value, correct, parts = judgement(message["parts"] | said)
     if correct is None and success_at is not None:
         correct = value >= success_at
-    return RewardResult(value, "ok", "", seconds, correct, parts)
+    return RewardResult(value, "ok", "", 0.0, correct, parts)
 
 
 def _detail(text: str) -> str:

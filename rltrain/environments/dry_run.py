@@ -5,8 +5,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rltrain.config.data import RewardConfig
 from rltrain.config.redact import escape_control, strip_terminal_codes
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.pool import RewardPool
 from rltrain.environments.reward_sample import RewardInput, RewardResult
 
@@ -28,7 +28,11 @@ def dry_run(config: RewardConfig, samples: Sequence[RewardInput]) -> list[Reward
             with RewardPool(config, Path(logs)) as pool:
                 return pool.score(samples)
         finally:
-            sys.stderr.write(_last_output(Path(logs), config.function))
+            sys.stderr.write(_last_output(Path(logs), _what_runs(config)))
+
+
+def _what_runs(config: RewardConfig) -> str:
+    return config.shown if config.components else config.function
 
 
 def _last_output(logs: Path, function: str) -> str:

@@ -8,13 +8,14 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from rltrain.config.data import RewardConfig
 from rltrain.config.error_codes import with_code
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.pool_worker import PoolWorker
-from rltrain.environments.reward_sample import RewardInput, RewardResult, encode_sample
+from rltrain.environments.reward_sample import RewardInput, RewardResult, encode_group
 from rltrain.environments.worker_process import wait
 
 logger = logging.getLogger(__name__)
@@ -23,15 +24,15 @@ LONGEST_WAIT_S = 1.0
 MOST_FAILED_STARTS = 3
 """Per worker of the pool, and in a row."""
 CHUNK = 32
-"""Maximum samples per message to a worker. It keeps the share of round trips small for cheap
-rewards."""
+"""Maximum samples per message to a worker, unless one group has more. It keeps the share of round
+trips small for cheap rewards."""
 
 
 class RewardPool:
     """``config.num_workers`` processes, which start together and live as long as the run.
 
         for samples in arriving:
-            submitted += pool.submit(samples)
+            submitted += pool.submit_group(samples)
             pool.poll()                # as often as possible, so that no worker is idle
         results = pool.collect(submitted)
 
@@ -49,8 +50,8 @@ class RewardPool:
         self.success_at = config.success_at
         self._count = 0  # samples submitted so far; their positions count them
         self._samples: dict[int, RewardInput] = {}  # by position, of those not collected
-        self._lines: dict[int, str] = {}  # likewise
-        self._queue: deque[int] = deque()  # positions of samples that no worker has
+        self._lines: dict[int, str] = {}  # likewise, by the first position of each group
+        self._queue: deque[tuple[int, ...]] = deque()  # groups that no worker has
         self._results: dict[int, RewardResult] = {}
         # by position: workers that ended and may not have been ended by it
         self._deaths: Counter[int] = Counter()
@@ -70,13 +71,14 @@ class RewardPool:
             raise
         if self.success_at is None:
             self.success_at = self._workers[0].success_at
+        self._takes_groups = self._workers[0].takes_groups
 
     def score(self, samples: Sequence[RewardInput]) -> list[RewardResult]:
         """The result of each sample, in order; raises as `submit` and `collect`."""
         return self.collect(self.submit(samples))
 
     def submit(self, samples: Sequence[RewardInput]) -> Sequence[int]:
-        """Queue samples and start to score them.
+        """Queue samples, each of a group of its own, and start to score them.
 
         Returns:
             Their positions, by which `collect` knows them.
@@ -84,11 +86,26 @@ class RewardPool:
         Raises:
             ValueError: an answer or a column is not plain JSON; the message names it.
         """
+        return self._submit([[sample] for sample in samples])
+
+    def submit_group(self, samples: Sequence[RewardInput]) -> Sequence[int]:
+        """As `submit`, of samples of one prompt. One call judges them all, where a function of the
+        reward takes groups."""
+        if samples and self._takes_groups:
+            return self._submit([samples])
+        return self.submit(samples)
+
+    def _submit(self, groups: Sequence[Sequence[RewardInput]]) -> Sequence[int]:
+        samples = [sample for group in groups for sample in group]
         positions = range(self._count, self._count + len(samples))
-        numbered = list(zip(positions, samples, strict=True))
-        self._lines |= {n: encode_sample(n, sample, self.config.text) for n, sample in numbered}
-        self._samples |= dict(numbered)
-        self._queue.extend(positions)
+        rest = iter(positions)
+        numbered = [tuple(islice(rest, len(group))) for group in groups]
+        self._lines |= {
+            numbers[0]: encode_group(numbers, group, self.config.text)
+            for numbers, group in zip(numbered, groups, strict=True)
+        }
+        self._samples |= dict(zip(positions, samples, strict=True))
+        self._queue.extend(numbered)
         self._count += len(samples)
         self.poll()
         return positions
@@ -108,7 +125,7 @@ class RewardPool:
             self.wait(LONGEST_WAIT_S)
             self.poll()
         for position in positions:
-            del self._lines[position]
+            self._lines.pop(position, None)
             self._deaths.pop(position, None)
         samples = [self._samples.pop(position) for position in positions]
         results = [self._results.pop(position) for position in positions]
@@ -131,9 +148,10 @@ class RewardPool:
                 self._replace(slot, worker, failure)
         for worker in self._workers:
             if worker.is_ready and not worker.assigned and self._queue:
-                chunk = max(1, min(CHUNK, len(self._queue) // len(self._workers)))
-                positions = [self._queue.popleft() for _ in range(chunk)]
-                worker.assign(positions, [self._lines[i] for i in positions])
+                most = CHUNK // len(self._queue[0])
+                chunk = max(1, min(most, len(self._queue) // len(self._workers)))
+                groups = [self._queue.popleft() for _ in range(chunk)]
+                worker.assign(groups, [self._lines[group[0]] for group in groups])
 
     def close(self) -> None:
         for worker in self._workers:
@@ -168,10 +186,10 @@ class RewardPool:
             # A worker that died before it began its first sample, or that wrote a message that was
             # not due, does not count against the sample, unless that happens twice: a sample
             # before it may have left a thread.
-            self._deaths[waiting[0]] += 1
+            self._deaths[waiting[0][0]] += 1
             is_its_fault = worker.has_begun and not worker.process.wrote_wrongly
-            if is_its_fault or self._deaths[waiting[0]] == 2:
-                self._results[waiting.pop(0)] = failure
+            if is_its_fault or self._deaths[waiting[0][0]] == 2:
+                self._results |= dict.fromkeys(waiting.pop(0), failure)
                 is_blamed = True
         if not is_blamed:  # else the sample's result says it
             logger.warning("reward worker %d: %s; another takes its place", slot, failure.detail)
@@ -186,8 +204,11 @@ class RewardPool:
         if not failed:
             return
         first, result = samples[failed[0]], results[failed[0]]
+        what = f"reward function {self.config.function}"
+        if self.config.components:
+            what = self.config.shown
         message = (
-            f"reward function {self.config.function}: {len(failed)} of {len(samples)} samples have "
+            f"{what}: {len(failed)} of {len(samples)} samples have "
             f"no reward; the first is of prompt {first.prompt_id[:12]}, response "
             f"{first.raw[:80]!r}, {result.status}: {result.detail}"
         )

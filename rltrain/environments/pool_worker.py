@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rltrain.config.data import RewardConfig
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.conversation import Conversation
 from rltrain.environments.error_advice import error_advice
 from rltrain.environments.reward_sample import RewardResult
@@ -16,6 +16,8 @@ from rltrain.environments.worker_process import WorkerProcess
 START_TIMEOUT_S = 120.0
 BEGIN_TIMEOUT_S = 60.0
 """Limit between giving samples to a worker and its message that it begins."""
+NEEDED = {"function", "components", "correct_from", "success_at", "timeout_s", "token_env"}
+"""What of the configuration a worker gets; it is an argument of its process, which all can see."""
 
 
 class PoolWorker:
@@ -27,13 +29,14 @@ class PoolWorker:
     """
 
     def __init__(self, config: RewardConfig, log: Path) -> None:
-        self.function = config.function
-        self._environment = worker_environment(os.environ, config.env)
-        self._state = Conversation(time.monotonic())
+        self.shown = config.shown
+        self._environment = worker_environment(os.environ, _named(config))
+        self._state = Conversation(time.monotonic(), tuple(config.components))
         self._limits = config.limits.model_dump()
         settings = Settings(os.getpid(), str(log.absolute()), **self._limits)
         module = "rltrain.environments.reward_worker"
-        self.process = WorkerProcess(module, settings, self._environment, config.function)
+        reward = config.model_dump_json(include=NEEDED)
+        self.process = WorkerProcess(module, settings, self._environment, reward)
 
     @property
     def is_ready(self) -> bool:
@@ -45,8 +48,13 @@ class PoolWorker:
         return self._state.success_at
 
     @property
-    def assigned(self) -> list[int]:
-        """Positions of the samples without a result, in order."""
+    def takes_groups(self) -> bool:
+        """A function of the reward judges the responses to a prompt together."""
+        return self._state.takes_groups
+
+    @property
+    def assigned(self) -> list[tuple[int, ...]]:
+        """Positions of the samples without a result, by group and in order."""
         return self._state.assigned
 
     @property
@@ -57,8 +65,8 @@ class PoolWorker:
     def deadline(self, timeout_s: float) -> float:
         return self._state.deadline(timeout_s)
 
-    def assign(self, positions: list[int], lines: list[str]) -> None:
-        self._state.assign(positions, time.monotonic())
+    def assign(self, groups: list[tuple[int, ...]], lines: list[str]) -> None:
+        self._state.assign(groups, time.monotonic())
         self.process.send(f"[{', '.join(lines)}]")
 
     def listen(self, success_at: float | None = None) -> dict[int, RewardResult]:
@@ -85,7 +93,7 @@ class PoolWorker:
         why = self.process.fault
         if not why and time.monotonic() - self._state.since > START_TIMEOUT_S:
             why = f"its process was not ready in {START_TIMEOUT_S:.0f} s"
-        return why and f"data.reward.function={self.function} cannot be started: {why}"
+        return why and f"{self.shown} cannot be started: {why}"
 
     def failure(self, timeout_s: float, now: float) -> RewardResult | None:
         """The failure of the worker, if it failed. The caller then replaces it.
@@ -99,10 +107,11 @@ class PoolWorker:
             return RewardResult(None, "error", why, 0.0) if why else None
         began = self._state.began
         seconds = 0.0 if began is None else max(0.0, now - began)
+        called = f"component {self._state.component}: " if self._state.component else ""
         if self.process.fault:
-            return RewardResult(None, "error", self.process.fault, seconds)
+            return RewardResult(None, "error", called + self.process.fault, seconds)
         if now > self.deadline(timeout_s):
-            detail = f"not done in data.reward.timeout_s={timeout_s} s"
+            detail = f"{called}not done in data.reward.timeout_s={timeout_s} s"
             return RewardResult(None, "timeout", detail, seconds)
         if self.assigned and began is None and now - self._state.since > BEGIN_TIMEOUT_S:
             detail = f"its process did not begin in {BEGIN_TIMEOUT_S:.0f} s"
@@ -111,3 +120,25 @@ class PoolWorker:
 
     def _with_advice(self, text: str) -> str:
         return text + error_advice(text, self._limits, os.environ, self._environment)
+
+
+def _named(config: RewardConfig) -> dict[str, str | int | None]:
+    """The variables that the configuration passes on.
+
+    Raises:
+        ValueError: there is no token in the one that ``data.reward.token_env`` names.
+    """
+    name = config.token_env
+    if name is None:
+        return config.env
+    if not os.environ.get(name):
+        raise ValueError(
+            f"data.reward.token_env={name}: expected a variable with a token in the environment in "
+            f"which the run starts, found none of that name: export {name} [RL2017]"
+        )
+    if not (os.environ[name].isascii() and os.environ[name].isprintable()):
+        raise ValueError(
+            f"data.reward.token_env={name}: expected a token of ASCII characters on one line, "
+            f"found others: look for a line's end in {name} [RL2017]"
+        )
+    return {**config.env, name: None}

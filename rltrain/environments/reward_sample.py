@@ -1,7 +1,7 @@
 """What goes to a reward function for one response, and what comes back."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,9 +25,10 @@ class RewardInput:
 class RewardResult:
     """The result of a reward function for one response.
 
-    ``value`` is None unless ``status`` is ok. ``detail`` says why the status is not ok. ``correct``
-    is None if there is no value, or if neither configuration nor function says which rewards are
-    correct. ``parts`` are those numbers by name that the function returned beside the reward."""
+    ``value`` is None unless ``status`` is ok. ``detail`` says why the status is not ok. ``seconds``
+    is the share in what the group took. ``correct`` is None if there is no value, or if neither
+    configuration nor function says which rewards are correct. ``parts`` are those numbers by name
+    that the function returned beside the reward."""
 
     value: float | None
     status: Literal["ok", "timeout", "error"]
@@ -37,31 +38,41 @@ class RewardResult:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def encode_sample(number: int, sample: RewardInput, text: Literal["raw", "clean"]) -> str:
-    """One sample in JSON.
+def encode_group(
+    numbers: Sequence[int], samples: Sequence[RewardInput], text: Literal["raw", "clean"]
+) -> str:
+    """Samples of one problem that are judged together, in JSON; most often one.
 
     Raises:
         ValueError: JSON would change a value, such as a tuple.
     """
-    ours = {
-        "prompt": sample.prompt,
-        "response_raw": sample.raw,
-        "response_clean": sample.clean,
-    }
-    for name, value in ({"answer": sample.answer} | sample.columns).items():
-        try:
-            is_json = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError, RecursionError):
-            is_json = False
-        if not is_json:
-            raise ValueError(
-                f"prompt {sample.prompt_id[:12]}, column {name!r}: expected what JSON can hold "
-                "(text, finite numbers, true, false, null, lists, objects with text as keys), "
-                f"found {type(value).__name__} {str(value)[:80]!r}"
-                " [RL2004]"
-            )
-    response = sample.raw if text == "raw" else sample.clean
-    columns = sample.columns | ours
+    first = samples[0]
+    same = (first.prompt_id, first.prompt, first.answer, first.columns)
+    assert all((s.prompt_id, s.prompt, s.answer, s.columns) == same for s in samples[1:])
+    for name, value in ({"answer": first.answer} | first.columns).items():
+        _check_json(value, name, first.prompt_id)
+    responses = [sample.raw if text == "raw" else sample.clean for sample in samples]
     return json.dumps(
-        {"number": number, "response": response, "answer": sample.answer, "columns": columns}
+        {
+            "numbers": list(numbers),
+            "responses": responses,
+            "raw": [sample.raw for sample in samples],
+            "clean": [sample.clean for sample in samples],
+            "answer": first.answer,
+            "columns": first.columns | {"prompt": first.prompt},
+        }
     )
+
+
+def _check_json(value: object, name: str, prompt_id: str) -> None:
+    try:
+        is_json = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError):
+        is_json = False
+    if not is_json:
+        raise ValueError(
+            f"prompt {prompt_id[:12]}, column {name!r}: expected what JSON can hold "
+            "(text, finite numbers, true, false, null, lists, objects with text as keys), "
+            f"found {type(value).__name__} {str(value)[:80]!r}"
+            " [RL2004]"
+        )

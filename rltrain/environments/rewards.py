@@ -1,22 +1,17 @@
-"""Reward functions. A reward is a function ``(response, answer, **columns)``.
+"""Reward functions. A reward is a function ``(response, answer, **columns)``, or one of a whole
+group, ``(responses, answer, **columns)``, which says so by its attribute ``takes_group = True``.
 
 ``columns`` holds ``prompt``, the text the model saw, ``response_raw`` and ``response_clean``, and
 every other column of the dataset. `judgement` defines what a reward may return. Rewards run in the
 worker processes of ``pool``: they may be slow, hang or crash. Each reward imports its heavy
 libraries itself, so that this module imports fast."""
 
-import difflib
-import importlib
-import importlib.util
-import inspect
 import math
 import re
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
+
+from rltrain.config.reward import PART_NAME
 
 Reward = Callable[..., Any]
 
@@ -29,7 +24,6 @@ EXPECTED = (
     'expected a finite number (int, float, bool or a NumPy scalar) or {"reward": number, '
     '"correct": bool, "NAME_OF_A_PART": number, ...}'
 )
-PART_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 
 
 class Judgement(NamedTuple):
@@ -59,6 +53,22 @@ def judgement(value: object) -> Judgement:
     names = [name for name in value if name not in ("reward", "correct")]
     parts = {_part_name(name): _number(value[name], f"{name}=", bools=False) for name in names}
     return Judgement(_number(value["reward"]), correct, parts)
+
+
+def group_values(value: Any, number: int) -> list[Any]:
+    """The rewards in what a function of a group returned: a list, a tuple, or an array or tensor of
+    shape (number,).
+
+    Raises:
+        ValueError: it is something else, or has not one reward per response.
+    """
+    expected = f"expected a list of {number} rewards, one for each response in their order"
+    if not isinstance(value, list | tuple) and getattr(value, "ndim", None) != 1:
+        raise ValueError(f"{expected}, found {_shown(value)} [RL2011]")
+    values = list(value)
+    if len(values) != number:
+        raise ValueError(f"{expected}, found {len(values)} [RL2011]")
+    return values
 
 
 def _number(value: object, label: str = "", *, bools: bool = True) -> float:
@@ -175,123 +185,29 @@ BUILT_IN: dict[str, Reward] = {
 }
 
 
-def declared_success(reward: Reward) -> float | None:
+def takes_group(reward: Reward, of: str = "the reward function") -> bool:
+    """Whether the function judges all responses to a prompt in one call.
+
+    Args:
+        of: the function, for messages
+    Raises:
+        ValueError: its ``takes_group`` is neither True nor False.
+    """
+    value = getattr(reward, "takes_group", False)
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{of}'s takes_group: expected True or False, found {_shown(value)} [RL2011]")
+
+
+def declared_success(reward: Reward, of: str = "the reward function") -> float | None:
     """The reward from which on a response is correct, if the function declares it.
 
+    Args:
+        of: the function, for messages
     Raises:
         ValueError: its ``success_at`` is no finite number.
     """
     value = getattr(reward, "success_at", None)
     if value is None or (type(value) in (int, float) and math.isfinite(value)):
         return value
-    raise ValueError(
-        f"the reward function's success_at: expected a number, found {_shown(value)} [RL2011]"
-    )
-
-
-def load_reward(name: str) -> Reward:
-    """The built-in of that name, or the user's function: ``reward.py:score`` of a file, or
-    ``my_rewards.score`` of a module.
-
-    A relative file starts at the folder in which the run was started.
-
-    Raises:
-        ValueError: when it cannot be imported, is no function, or cannot be called as a reward.
-    """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    is_file = ":" in name
-    module_name, _, attribute = name.rpartition(":" if is_file else ".")
-    if not module_name or not attribute:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        raise ValueError(
-            f"data.reward.function={name} is neither built in ({', '.join(BUILT_IN)}) nor a "
-            "function of a file such as reward.py:score, or of a module such as my_rewards.score"
-            + (f": did you mean {near[0]}?" if near else "")
-            + " [RL2009]"
-        )
-    if not is_file and attribute == "py":
-        raise ValueError(
-            f"data.reward.function={name}: name the function in the file, e.g. {name}:score"
-            " [RL2009]"
-        )
-    module = _import_file(name, module_name) if is_file else _import_module(name, module_name)
-    if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        raise ValueError(
-            f"data.reward.function={name}: {module_name} has no {attribute!r}"
-            + (f": did you mean {near[0]!r}?" if near else "")
-            + " [RL2009]"
-        )
-    function = getattr(module, attribute)
-    _check_signature(name, function)
-    reward: Reward = function
-    return reward
-
-
-def _import_file(name: str, file_name: str) -> ModuleType:
-    """The module in a file. Its folder goes to the end of the module search path, so that it can
-    import its neighbours; no library is shadowed by a file beside it."""
-    file = Path(file_name).expanduser().absolute()
-    if file.suffix != ".py" or not file.is_file():
-        at = f" in {Path.cwd()}" if not Path(file_name).expanduser().is_absolute() else ""
-        raise ValueError(
-            f"data.reward.function={name}: expected a Python file and a function in it, such as "
-            f"reward.py:score; there is no Python file {file_name}{at}"
-            " [RL2009]"
-        )
-    module_name = f"reward_file_{file.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickles look it up
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ValueError(
-            f"data.reward.function={name} cannot be imported: {_where(error, file)}"
-            f"{type(error).__name__}: {error}"
-            " [RL2009]"
-        ) from error
-    return module
-
-
-def _where(error: Exception, file: Path) -> str:
-    """The line of the file in which the error was raised, where one was."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
-    return f"line {lines[-1]}: " if lines else ""
-
-
-def _import_module(name: str, module_name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ValueError(
-            f"data.reward.function={name} cannot be imported: {type(error).__name__}: {error}. "
-            f"Module {module_name} must be importable from the folder the run starts in "
-            "or from PYTHONPATH"
-            " [RL2009]"
-        ) from error
-
-
-def _check_signature(name: str, function: object) -> None:
-    expected = "expected a function (response: str, answer: object, **columns) -> float"
-    if not callable(function):
-        raise ValueError(f"data.reward.function={name}: {expected}, found {function!r} [RL2009]")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(
-            f"data.reward.function={name}: {expected}, found an async function [RL2009]"
-        )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin without a signature: the first call will tell
-        return
-    keywords = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    try:
-        signature.bind_partial("response", "answer")
-    except TypeError:
-        keywords = False
-    if not keywords:
-        raise ValueError(f"data.reward.function={name}: {expected}, found {signature} [RL2009]")
+    raise ValueError(f"{of}'s success_at: expected a number, found {_shown(value)} [RL2011]")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from rltrain.config.data import BUILT_IN_REWARDS, RewardConfig
 from rltrain.config.error_codes import with_code
+from rltrain.config.reward import BUILT_IN_REWARDS, RewardConfig
 from rltrain.data.problem import Problem, shorten
 from rltrain.environments.dry_run import dry_run
 from rltrain.environments.reward_sample import RewardInput, RewardResult
@@ -57,7 +57,7 @@ def try_rewards(config: RewardConfig, problems: Sequence[Problem], number: int) 
     return trials
 
 
-def check_trial(trial: Trial, function: str) -> None:
+def check_trial(trial: Trial, config: RewardConfig) -> None:
     """The reference answer has a reward, and a higher one than a wrong answer.
 
     A function of the user's may judge something else than answers: that is a warning.
@@ -66,7 +66,7 @@ def check_trial(trial: Trial, function: str) -> None:
         ValueError: it has none, or a built-in reward gives no more for it.
     """
     right, wrong = trial.right, trial.wrong
-    of = f"data.reward.function={function}, prompt {shorten(trial.problem.prompt)!r}"
+    of = f"{config.shown}, prompt {shorten(trial.problem.prompt)!r}"
     if right is not None and right.status != "ok":
         message = (
             f"{of}: expected a reward for the reference answer {shorten(str(trial.answer))!r}, "
@@ -82,7 +82,7 @@ def check_trial(trial: Trial, function: str) -> None:
             f"{of}: the reference answer {shorten(str(trial.answer))!r} has the reward "
             f"{right.value:g}, and the response {trial.other!r} has {wrong.value:g}"
         )
-        if function in BUILT_IN_REWARDS:
+        if all(function in BUILT_IN_REWARDS for function in config.functions.values()):
             raise ValueError(
                 f"{comparison}: right answers would never be rewarded. Is data.answer_column the "
                 "right one, and does this function compare such answers?"

@@ -54,6 +54,25 @@ def test_what_a_run_would_read(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "\x1b" not in text  # it is no terminal
 
 
+def test_the_components_of_a_reward_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def brief(response, answer, **columns):\n    return len(response) / 2\n"
+    )
+    parts = {"right.function": "exact", "right.weight": "2"}
+    parts |= {"brief.function": "mine.py:brief", "brief.weight": "-0.5"}
+    components = [f"data.reward.components.{name}={value}" for name, value in parts.items()]
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    assert main(data_of(file, *components)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["right", "exact", "2"] in lines
+    assert ["brief", "mine.py:brief", "-0.5"] in lines
+    assert ["response", "what", "it", "is", "reward", "right", "brief"] in lines
+    assert ["reference", "answer", "1", "1.75", "1", "0.5"] in [line[-6:] for line in lines]
+
+
 def test_a_supervised_run_shows_what_is_taught(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

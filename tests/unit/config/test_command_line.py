@@ -170,6 +170,27 @@ def test_a_recipe_whose_files_lie_beside_it_names_the_folder_to_run_in(
     compose(["recipe.yaml"])
 
 
+def test_the_file_of_a_component_is_looked_for_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_run").mkdir()
+    (tmp_path / "my_run" / "reward.py").touch()
+    (tmp_path / "my_run" / "recipe.yaml").write_text(
+        "data:\n  reward:\n    components:\n      brief: {function: 'reward.py:brief'}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"data.reward.components.brief.function: there is no rew"
+    ):
+        compose(["my_run/recipe.yaml"])
+
+
+def test_a_component_is_added_on_the_command_line() -> None:
+    weight = "data.reward.components.right.weight=0.5"
+    config = compose(["data.reward.components.right.function=exact", weight])
+    assert config.data.reward.components["right"].weight == 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

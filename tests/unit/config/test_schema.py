@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rltrain.config import Config
-from rltrain.config.data import BUILT_IN_REWARDS
 from rltrain.config.errors import ConfigError, validate
 from rltrain.config.reference import keys, markdown, show
+from rltrain.config.reward import BUILT_IN_REWARDS
 from rltrain.config.rollout import OTHER_DISTRIBUTIONS
 from rltrain.config.saved_config import load_config, save_config, save_recipe
 from rltrain.environments.rewards import BUILT_IN
@@ -30,6 +30,7 @@ def nested(dotted: dict[str, Any]) -> dict[str, Any]:
 
 
 JSONL: dict[str, Any] = {"data.source": "jsonl", "data.path": "x.jsonl"}
+RIGHT: dict[str, Any] = {"data.reward.components": {"right": {"function": "exact"}}}
 
 IMPOSSIBLE = [
     (
@@ -182,6 +183,59 @@ IMPOSSIBLE = [
         {"data.eval_size": 0, "data.eval_on_train": True},
         "eval_size=0 evaluates nothing",
         "one set is evaluated",
+    ),
+    (
+        {"data.reward.components": {"right": {"function": "exakt"}}},
+        "data.reward.components.right: function=exakt",
+        "the function is built in or in a file or module",
+    ),
+    *[
+        (
+            {"data.reward.components": {name: {"function": "exact"}}},
+            f"a component named {name!r}",
+            "the name of a component is one of a metric",
+        )
+        for name in ("", "1st", "a/b", "länge", "reward", "correct")
+    ],
+    (
+        {"data.reward.components": {f"c{n}": {"function": "exact"} for n in range(17)}},
+        "expected at most 16 components, found 17",
+        "the name of a component is one of a metric",
+    ),
+    (
+        {"data.reward.function": "math_verify"} | RIGHT,
+        "would ignore function=math_verify",
+        "a reward is one function or its components",
+    ),
+    (
+        {"data.reward.components": {"right": {"function": "exact", "weight": 0.0}}},
+        "every weight is 0",
+        "a reward is one function or its components",
+    ),
+    (
+        {"data.reward.function": "http://me:word@judge/score"},
+        "a URL with a login",
+        "the function is built in or in a file or module",
+    ),
+    (
+        {"data.reward.token_env": "JUDGE_TOKEN"},
+        "no reward function is an http:// or https:// address",
+        "a token is for a service",
+    ),
+    (
+        {"data.reward.correct_from": "right"},
+        "expected the name of a component (none)",
+        "one component says what is correct",
+    ),
+    (
+        {"data.reward.correct_from": "right", "data.reward.success_at": 0.5} | RIGHT,
+        "or set components.right.success_at",
+        "one component says what is correct",
+    ),
+    (
+        {"data.answer_column": None} | JSONL | RIGHT,
+        "leaves reward.components.right.function=exact without an answer",
+        "the answer comes from somewhere",
     ),
     ({"model.tiny.num_kv_heads": 3}, "num_kv_heads=3", "kv heads divide heads"),
     (
@@ -442,6 +496,24 @@ def test_a_run_that_saved_removed_keys_loads(tmp_path: Path) -> None:
     assert old != saved
     path.write_text(old)
     assert load_config(tmp_path).tracking.backends == []
+
+
+@pytest.mark.parametrize(
+    ("component", "said"),
+    [
+        (
+            {"function": "exact", "wieght": 2},
+            "wieght: there is no such key. Nearest: .*right.weight",
+        ),
+        ({"function": "exact", "weight": "2"}, "weight: expected number, found 2"),
+        ({"function": "exact", "weight": float("inf")}, "weight: expected number, found inf"),
+        ({"function": "exact", "success_at": float("nan")}, "success_at: expected number or null"),
+        ({"weight": 2}, "function: expected text, found nothing: set it"),
+    ],
+)
+def test_a_mistake_in_a_component_is_named(component: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.reward\.components\.right\.{said}"):
+        validate(nested({"data.reward.components": {"right": component}}))
 
 
 def test_wandb_is_switched_off_in_one_way() -> None:

@@ -37,6 +37,8 @@ UNUSED = (
     "trainer.sync_every",
 )
 
+RIGHT = {"right": {"function": "exact", "weight": 1.0, "success_at": None}}
+
 OTHER: dict[str, Any] = {
     "algorithm.advantage": "rloo",
     "algorithm.gamma": 0.9,
@@ -49,7 +51,10 @@ OTHER: dict[str, Any] = {
     "algorithm.dual_clip": 3.0,
     "critic.optimizer.min_lr": 1e-6,
     "critic.value_clip": None,
+    "data.reward.components": RIGHT,
+    "data.reward.correct_from": "right",
     "data.reward.env": {"TZ": "UTC"},
+    "data.reward.token_env": "JUDGE_TOKEN",
     "data.reward.function": "math_verify",
     "rollout.engine_args": {"max_num_seqs": 8},
     "rollout.gpu_memory_utilization": 0.3,
@@ -67,6 +72,8 @@ NEEDED = {
     "routing_replay.max_age": {"routing_replay.mode": "r3", "routing_replay.fallback": "live"},
     "routing_replay.min_gate_ratio": {"routing_replay.mode": "r3"},
     "routing_replay.reference": {"routing_replay.mode": "r3", "algorithm.kl.coef": 0.1},
+    "data.reward.token_env": {"data.reward.function": "http://judge/score"},
+    "data.reward.correct_from": {"data.reward.components": RIGHT},
     "rollout.expert_parallel": {"rollout.tensor_parallel": 2},
     "rollout.kv_cache_on_update": {"rollout.update_in_flight": True},
 }

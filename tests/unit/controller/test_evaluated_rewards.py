@@ -136,6 +136,20 @@ def test_no_format_is_expected_but_of_integers_compared_as_text() -> None:
         assert "eval/format_error_fraction" not in metrics
 
 
+def test_components_are_evaluated_as_they_are_trained_on() -> None:
+    parts = {
+        "right": {"function": "exact", "weight": 2},
+        "long": {"function": "sample_rewards.length"},
+    }
+    answers = [("42", rollout("42<eos>")), ("42", rollout("seven<eos>"))]
+    metrics, rows = evaluate(answers, components=parts)
+    assert [row["reward"] for _, row in rows] == [4.0, 5.0]
+    assert (metrics["eval/part/right"], metrics["eval/part/long"]) == (0.5, 3.5)
+    assert (metrics["eval/accuracy"], metrics["eval/format_error_fraction"]) == (0.5, 0.5)
+    del parts["right"]
+    assert "eval/format_error_fraction" not in evaluate(answers, components=parts)[0]
+
+
 def test_training_and_evaluation_judge_the_text_that_was_asked_for() -> None:
     special = rollout("<|start|>final<|start|>42<eos>")
     for text, response in (("raw", "<|start|>final<|start|>42"), ("clean", "final42")):

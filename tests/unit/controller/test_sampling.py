@@ -55,7 +55,7 @@ class Pool:
     polls: int = 0
     waits: list[float] = field(default_factory=list)
 
-    def submit(self, tokens: Sequence[int]) -> Sequence[int]:
+    def submit_group(self, tokens: Sequence[int]) -> Sequence[int]:
         self.submitted += tokens
         return range(len(self.submitted) - len(tokens), len(self.submitted))
 

@@ -11,7 +11,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pydantic import ValidationError
 
-from rltrain.config.data import DataConfig, RewardConfig
+from rltrain.config.data import DataConfig
+from rltrain.config.reward import RewardConfig
+from rltrain.data.answers import answer_rule
 from rltrain.data.arithmetic import NUM_PROBLEMS, TEACHER_ERROR_SHARE
 from rltrain.data.problem import Problem, Problems
 from rltrain.data.problems import load_problems
@@ -325,3 +327,17 @@ def test_a_reasoning_gym_answer_is_right_after_its_columns_went_as_json(task, to
     for problem in load_problems(config, tokenizer).train:
         columns = json.loads(json.dumps(problem.columns))
         assert reasoning_gym(problem.answer, problem.answer, **columns) == 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rule"),
+    [
+        (["reward.py:score"], "any"),
+        (["reward.py:score", "reasoning_gym"], "scored"),
+        (["reward.py:score", "math_verify"], "number"),
+        (["math_verify", "exact"], "compared"),
+    ],
+)
+def test_the_answer_suits_every_function_of_a_reward(rewards, rule):
+    assert answer_rule(rewards, supervised=False) == rule
+    assert answer_rule(rewards, supervised=True) == "supervised"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.config.data import RewardConfig
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.pool import RewardPool
 from tests.unit.environments.pool_case import MakePool
 
@@ -21,6 +21,7 @@ def pool_of(tmp_path: Path) -> MakePool:
 
     def make(function: str = "sample_rewards.act_out", **more: Any) -> RewardPool:
         settings = {"timeout_s": 60.0, "max_failed_fraction": 1.0, "num_workers": 1}
-        return RewardPool(RewardConfig(function=function, **(settings | more)), tmp_path)
+        config = RewardConfig.model_validate({"function": function} | settings | more)
+        return RewardPool(config, tmp_path)
 
     return make

@@ -46,6 +46,37 @@ def declared(response: str, answer: object, **columns: object) -> float:
 declared.success_at = 0.5  # type: ignore[attr-defined]
 
 
+def take_out(response: str, answer: list[int], **columns: list[int]) -> float:
+    """Changes what it was given."""
+    return float(sum((answer.pop(), columns["tests"].pop())))
+
+
+def ranks(responses: list[str], answer: object, **columns: object) -> list[float]:
+    """Of each response, how many are shorter."""
+    return [float(sum(len(other) < len(one) for other in responses)) for one in responses]
+
+
+def group_acts(responses: list[str], answer: object, **columns: object) -> object:
+    """Does what the first response says, read as Python."""
+    return eval(responses[0], dict(globals(), n=len(responses), columns=columns, texts=responses))
+
+
+def wrong_group(response: str, answer: object) -> list[float]:
+    return []
+
+
+for _function in (ranks, group_acts, wrong_group):
+    _function.takes_group = True  # type: ignore[attr-defined]
+ranks.success_at = 1.0  # type: ignore[attr-defined]
+
+
+def wrong_mark(response: str, answer: object, **columns: object) -> float:
+    return 0.0
+
+
+wrong_mark.takes_group = "yes"  # type: ignore[attr-defined]
+
+
 def act_out(response: str, answer: object, **columns: object) -> float:
     """Does what the response says."""
     what, _, number = response.partition(" ")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.config.data import RewardConfig
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.dry_run import dry_run
 from rltrain.environments.process_tree import descendants, kill_descendants
 from tests.unit.environments.pool_case import gone, samples, worker_of
@@ -45,7 +45,7 @@ def test_a_process_that_a_finished_sample_left_ends_with_the_pool(pool_of, tmp_p
 DRIVER = """
 import os, sys, threading
 from pathlib import Path
-from rltrain.config.data import RewardConfig
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.pool import RewardPool
 from rltrain.environments.reward_sample import RewardInput
 folder = Path(sys.argv[1])

@@ -21,10 +21,14 @@ def result(number: object, clock: object, **more: object) -> dict[str, Any]:
     return {"sample": number, "clock": clock, "reward": 1.0, "correct": None, "parts": {}} | more
 
 
+def call(name: object, clock: object) -> dict[str, Any]:
+    return {"call": name, "clock": clock}
+
+
 def ready(positions: list[int], success_at: float | None = None) -> Conversation:
     worker = Conversation(NOW - 100)
     worker.take({"ready": success_at}, NOW - 50, None)
-    worker.assign(list(positions), NOW)
+    worker.assign([(position,) for position in positions], NOW)
     return worker
 
 
@@ -83,6 +87,7 @@ def test_the_times_of_an_honest_worker_are_its_own() -> None:
         [result(0, NOW, correct=1)],
         [{"sample": 0, "clock": NOW, "error": ["x"]}],
         [{"sample": 0, "clock": NOW}],
+        [call("a", NOW)],
         [{"ready": None}],
         [{"unusable": "now"}],
         [{}],
@@ -96,6 +101,90 @@ def test_only_the_message_that_is_due_is_taken(messages: list[dict[str, Any]]) -
     with pytest.raises(ValueError, match=r"^wrote .*, which is no result"):
         worker.take(messages[-1], NOW, None)
     assert worker.assigned == before
+
+
+def with_components(*names: str) -> Conversation:
+    worker = Conversation(NOW - 100, names)
+    worker.take({"ready": None}, NOW - 50, None)
+    worker.assign([(0,), (1,)], NOW)
+    return worker
+
+
+def test_the_clock_starts_with_each_call_and_the_time_of_a_sample_with_the_first() -> None:
+    worker = with_components("a", "b")
+    worker.take({"began": NOW}, NOW, None)
+    assert worker.component == ""
+    worker.take(call("a", NOW + 1), NOW + 9, None)
+    worker.take(call("b", NOW + 6), NOW + 9, None)
+    assert worker.component == "b" and worker.deadline(TIMEOUT_S) == NOW + 6 + TIMEOUT_S
+    assert worker.take(result(0, NOW + 8), NOW + 9, None)[0].seconds == 8
+    assert worker.component == "" and worker.deadline(TIMEOUT_S) == NOW + 8 + TIMEOUT_S
+
+
+def in_groups(*groups: tuple[int, ...], components: tuple[str, ...] = ()) -> Conversation:
+    worker = Conversation(NOW - 100, components)
+    worker.take({"ready": None, "takes_groups": True}, NOW - 50, None)
+    worker.assign(list(groups), NOW)
+    worker.take({"began": NOW}, NOW, None)
+    return worker
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_the_results_of_a_group_come_all_at_once_or_never(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    numbers = iter(range(sum(sizes)))
+    groups = [tuple(next(numbers) for _ in range(size)) for size in sizes]
+    worker, seen, now = in_groups(*groups), dict[int, RewardResult](), NOW
+    for said in range(data.draw(st.integers(0, sum(sizes)))):
+        now += 1
+        seen |= worker.take(result(said, now), now, None)
+        assert sorted([*seen, *(n for g in worker.assigned for n in g)]) == list(range(sum(sizes)))
+        assert all(set(group) <= seen.keys() or not set(group) & seen.keys() for group in groups)
+        finished = sum(len(group) for group in groups if set(group) <= seen.keys())
+        assert sum(one.seconds for one in seen.values()) == pytest.approx(finished)
+    assert worker.takes_groups
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [result(1, NOW)],
+        [result(0, NOW), result(2, NOW)],
+        [result(0, NOW), result(0, NOW)],
+        [result(0, NOW), call("a", NOW)],
+        [call("a", NOW), call("a", NOW), call("a", NOW)],
+        [call("a", NOW), call("b", NOW), call("a", NOW)],
+    ],
+)
+def test_only_what_is_due_in_a_group_is_taken(messages: list[dict[str, Any]]) -> None:
+    worker = in_groups((0, 1), (2, 3), components=("a", "b"))
+    for message in messages[:-1]:
+        assert worker.take(message, NOW, None) == {}
+    with pytest.raises(ValueError, match="which is no result"):
+        worker.take(messages[-1], NOW, None)
+    assert worker.assigned == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [call("a", NOW)],
+        [{"began": NOW}, call("b", NOW)],
+        [{"began": NOW}, call("c", NOW)],
+        [{"began": NOW}, call("a", NOW), call("a", NOW)],
+        [{"began": NOW}, call("a", NOW), call("b", NOW), call("a", NOW)],
+        [{"began": NOW}, call("a", math.nan)],
+        [{"began": NOW}, call(["a"], NOW)],
+    ],
+)
+def test_a_call_that_is_not_due_gives_no_more_time(messages: list[dict[str, Any]]) -> None:
+    worker = with_components("a", "b")
+    for message in messages[:-1]:
+        worker.take(message, NOW, None)
+    with pytest.raises(ValueError, match="which is no result"):
+        worker.take(messages[-1], NOW, None)
+    assert worker.deadline(TIMEOUT_S) in (NOW + TIMEOUT_S, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +226,7 @@ def test_a_line_that_is_no_object_is_a_fault(line: bytes) -> None:
 def test_too_much_at_once_is_a_fault() -> None:
     lines = Lines()
     assert len(lines.feed(b"{}\n" * (MOST_MESSAGES + 1))) == MOST_MESSAGES
-    assert "more than 1000 messages" in lines.fault
+    assert f"more than {MOST_MESSAGES} messages" in lines.fault
     lines = Lines()
     for _ in range(LONGEST_LINE // 65536):
         lines.feed(b" " * 65536)
@@ -152,11 +241,12 @@ VALUES: list[Any] = [
     *(NOW, NOW - 1, NOW + 1, NOW + 1e9, 1e-300, {"reward": 1.0}, {"format": 0.5}, {"": 1}),
 ]
 KEYS = ["ready", "unusable", "began", "sample", "clock", "reward", "correct", "parts", "error", "x"]
+KEYS += ["call"]
 
 
 def hostile_message(dice: random.Random, worker: Conversation, now: float) -> dict[str, Any]:
     """Right, nearly right, or any."""
-    due = worker.assigned[0] if worker.assigned else 0
+    due = worker.assigned[0][0] if worker.assigned else 0
     honest: list[dict[str, Any]] = [
         {"ready": None},
         {"began": now},
@@ -209,12 +299,12 @@ def test_ten_thousand_hostile_messages_never_crash_hang_or_mistime_a_pool() -> N
             if worker.began is not None:
                 assert assigned_at <= worker.began <= now
                 assert worker.deadline(TIMEOUT_S) <= now + TIMEOUT_S
-            assert sorted([*seen, *worker.assigned]) == [3, 4, 5]
+            assert sorted([*seen, *(n for (n,) in worker.assigned)]) == [3, 4, 5]
             assert sum(one.seconds for one in seen.values()) <= now - assigned_at
             for one in seen.values():
                 check_result(one)
             if not worker.assigned:
-                worker.assign([3, 4, 5], now)
+                worker.assign([(3,), (4,), (5,)], now)
                 assigned_at, seen = now, {}
         faults += at_fault
     assert accepted > 1000 and faults > 1000  # the fuzz reaches both

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rltrain.config.data import RewardConfig
+from rltrain.config.reward import RewardConfig
 from rltrain.environments import pool as pools
 from rltrain.environments import pool_worker, process_tree, worker_process
 from rltrain.environments.dry_run import dry_run

@@ -9,8 +9,15 @@ import pytest
 import reasoning_gym as gym
 import torch
 
+from rltrain.environments.load_reward import load_reward
 from rltrain.environments.reward_sample import RewardInput
-from rltrain.environments.rewards import exact, judgement, load_reward, math_verify, reasoning_gym
+from rltrain.environments.rewards import (
+    exact,
+    group_values,
+    judgement,
+    math_verify,
+    reasoning_gym,
+)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,31 @@ def test_anything_else_is_refused_with_its_type(value, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0], (1.0, 2.0), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])]
+)
+def test_what_a_function_of_a_group_may_return(values):
+    assert [judgement(value).reward for value in group_values(values, 2)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (1.0, "found float '1.0'"),
+        (None, "found NoneType"),
+        ({"reward": 1.0}, "found dict"),
+        ("12", "found str '12'"),
+        (np.ones((2, 1)), "found ndarray"),
+        ([1.0], "found 1 "),
+        ([1.0] * 3, "found 3 "),
+        ([], "found 0 "),
+    ],
+)
+def test_a_group_needs_one_reward_for_each_response(values, said):
+    with pytest.raises(ValueError, match=f"a list of 2 rewards, one for each response .*{said}"):
+        group_values(values, 2)
+
+
 def test_reasoning_gym_scores_its_own_answers():
     entry = gym.create_dataset("basic_arithmetic", size=1, seed=3)[0]
     columns = {"prompt": "?", "question": entry["question"], "metadata": entry["metadata"]}
@@ -129,6 +161,8 @@ def test_reasoning_gym_scores_its_own_answers():
         ("sample_rewards.NOT_CALLABLE", r"expected a function \(response: .* found 1"),
         ("sample_rewards.no_columns", r"\*\*columns\) -> float, found \(response: str, answer"),
         ("sample_rewards.too_late", "found an async function"),
+        ("sample_rewards.wrong_group", r"takes_group=True: expected a function \(responses: list"),
+        ("sample_rewards.wrong_mark", "takes_group: expected True or False, found str 'yes'"),
     ],
 )
 def test_a_function_that_cannot_be_used_says_why(name, message):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rltrain.config.data import RewardConfig
 from rltrain.config.errors import ConfigError, validate
+from rltrain.config.reward import RewardConfig
 from rltrain.environments.error_advice import error_advice
 from rltrain.environments.worker_environment import worker_environment
 from tests.unit.environments.pool_case import samples
