@@ -87,7 +87,7 @@ class Served:
     params=[
         "prefix cache",
         pytest.param("no prefix cache", marks=pytest.mark.slow),
-        "small KV cache",
+        pytest.param("small KV cache", marks=pytest.mark.slow),
     ],
 )
 def served(

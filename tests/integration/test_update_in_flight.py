@@ -59,7 +59,7 @@ class Served:
         ray.get(self.engine.finish_weight_sync.remote(version))
 
 
-@pytest.fixture(scope="module", params=["keep", "recompute"])
+@pytest.fixture(scope="module", params=["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
