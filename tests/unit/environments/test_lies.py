@@ -7,6 +7,8 @@ import pytest
 from tests.unit.environments.pool_case import samples
 
 LIE = "hostile_rewards.lie"
+BOUND_S = 120.0
+"""Lies go on for ever, and a busy machine takes half a minute to start another worker."""
 
 
 def forged(clock: str, number: str = "0") -> str:
@@ -27,7 +29,7 @@ def test_a_lie_costs_its_own_sample_alone(pool_of, what, detail):
     with pool_of(LIE, timeout_s=1.0) as pool:
         began = time.monotonic()
         lie, *others = pool.score(samples(what, " then ", " then sleep 0.2"))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < BOUND_S
     assert lie.value is None and detail in lie.detail
     assert [(one.value, one.status) for one in others] == [(1.0, "ok")] * 2
     assert 0.2 <= others[1].seconds < 1.0
@@ -39,7 +41,7 @@ def test_a_forged_result_moves_no_clock(pool_of, clock):
     with pool_of(LIE, timeout_s=0.5) as pool:
         began = time.monotonic()
         results = pool.score(samples(f"{forged(clock)} then sleep 600", " then sleep 0.3"))
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < BOUND_S
     assert [one.status for one in results] in (["ok", "ok"], ["ok", "timeout"])
     assert all(0 <= one.seconds < 2 for one in results)
 
