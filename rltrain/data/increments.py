@@ -67,7 +67,7 @@ def check_history(
     if read == again:
         return
     one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (read, again))
-    at = _first_difference(one, two)
+    at = first_difference(one, two)
     raise ValueError(
         "the chat template writes the history of a later turn in another way than the model read "
         f"it: token {at} was {_shown(tokenizer, one, at)} and becomes {_shown(tokenizer, two, at)}."
@@ -101,7 +101,8 @@ def _render(
     return text
 
 
-def _first_difference(one: Sequence[int], two: Sequence[int]) -> int:
+def first_difference(one: Sequence[int], two: Sequence[int]) -> int:
+    """Where two lists of tokens differ first; the length of the shorter if it begins the other."""
     same = [a == b for a, b in zip(one, two, strict=False)]
     return same.index(False) if False in same else len(same)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from rltrain.data.increments import first_difference
 from rltrain.rollout.requests import Request, Rollout
 
 
@@ -47,7 +48,8 @@ def join_turns(turns: Sequence[Rollout]) -> Rollout:
         if two.prompt_tokens[: len(tokens)] != tokens:
             raise ValueError(
                 f"turn {number}: expected a prompt that begins with the {len(tokens)} tokens of "
-                f"the turns before, found other tokens from {_first_difference(tokens, two)} on"
+                "the turns before, found other tokens from "
+                f"{first_difference(tokens, two.prompt_tokens)} on"
             )
         observations.append((len(tokens) - start, len(two.prompt_tokens) - start))
     routes = tuple(ref for turn in turns for ref in turn.routes)
@@ -60,12 +62,6 @@ def join_turns(turns: Sequence[Rollout]) -> Rollout:
         weight_spans=_weight_spans(turns),
         observations=tuple((begin, end) for begin, end in observations if end > begin),
     )
-
-
-def _first_difference(tokens: Sequence[int], turn: Rollout) -> int:
-    pairs = zip(tokens, turn.prompt_tokens, strict=False)
-    same = [one == two for one, two in pairs]
-    return same.index(False) if False in same else len(same)
 
 
 def _logprobs(

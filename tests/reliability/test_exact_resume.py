@@ -76,7 +76,7 @@ def test_a_run_whose_driver_dies_after_every_step_is_the_straight_one(
 ) -> None:
     whole = straight(case)
     name = f"{case[0]}-{case[1]}-killed"
-    run, resume = start(case, name), "never"
+    run = start(case, name)
     identity = ""
     for step in range(1, STEPS):
         # With the newer checkpoint to pass over, it is killed a step later.

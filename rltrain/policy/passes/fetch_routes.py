@@ -44,15 +44,20 @@ def fetch_and_count(
         PeerDied: when an object is lost with its node or does not come within `LIMIT_S`.
         RuntimeError: when there is no room for it.
     """
-    refs = [ref for of_sample in samples for ref in of_sample]
-    owners = {ref.blocks[block]: ref.node for ref in refs for block in blocks_of(ref, layers)}
+    wanted = [
+        [(ref, {block: ref.blocks[block] for block in blocks_of(ref, layers)}) for ref in refs]
+        for refs in samples
+    ]
+    parts = [part for of_sample in wanted for part in of_sample]
+    owners = {handle: ref.node for ref, blocks in parts for handle in blocks.values()}
     arrays = _get(owners)
-    num_rows = sum(ref.rows for ref in refs) + len(samples)
-    routes = np.empty((num_rows, len(layers), refs[0].experts_per_token), dtype=refs[0].dtype)
+    num_rows = sum(ref.rows for ref, _ in parts) + len(samples)
+    first = samples[0][0]
+    routes = np.empty((num_rows, len(layers), first.experts_per_token), dtype=first.dtype)
     start = 0
-    for of_sample in samples:
-        for ref in of_sample:
-            held = {block: arrays[ref.blocks[block]] for block in blocks_of(ref, layers)}
+    for of_sample in wanted:
+        for ref, blocks in of_sample:
+            held = {block: arrays[handle] for block, handle in blocks.items()}
             assemble_routes(ref, held, layers, out=routes[start : start + ref.rows])
             start += ref.rows
         routes[start] = 0
