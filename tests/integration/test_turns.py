@@ -13,25 +13,23 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from rltrain.config.rollout import RolloutConfig
-from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.generator import build_batch
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 from rltrain.rollout.route_store import store_here
 from rltrain.rollout.turns import join_turns, next_turn
-from rltrain.routing.integrity import RouteShape
+from tests.integration.random_moe import SHAPE, VOCABULARY, random_moe, routes_of
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
-SHAPE = RouteShape(num_layers=2, moe_layers=(0, 1), num_experts=8, experts_per_token=2)
-VOCABULARY, LONGEST = 48, 480
+LONGEST = 480
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=40, capture_routes=True)
 ENGINES: dict[str, dict[str, Any]] = {
     "prefix cache": {},
@@ -93,21 +91,7 @@ class Served:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=SHAPE.num_experts,
-        num_experts_per_tok=SHAPE.experts_per_token,
-        moe_intermediate_size=64,
-        max_position_embeddings=2 * LONGEST,
-        initializer_range=0.2,
-    )
-    config.eos_token_id = None
+    config = random_moe(2 * LONGEST)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     model = Qwen3MoeForCausalLM(config).eval()
@@ -124,11 +108,6 @@ def served(
     ray.get(ready)
     yield Served(engine, model)
     ray.shutdown()
-
-
-def routes_of(rollout: Rollout) -> torch.Tensor:
-    rows = fetch_routes([rollout.routes], SHAPE.moe_layers)[:-1]
-    return torch.from_numpy(rows.astype(np.int64)).sort().values
 
 
 def test_turns_are_one_undisturbed_conversation(served: Served) -> None:

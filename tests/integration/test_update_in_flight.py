@@ -17,17 +17,16 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from rltrain.config.rollout import RolloutConfig
 from rltrain.parallel.rendezvous import Rendezvous
-from rltrain.policy.passes.fetch_routes import fetch_routes
 from rltrain.rollout.engine import start_engine
 from rltrain.rollout.launch import EngineSpec, RouteCapture
 from rltrain.rollout.requests import Request, Rollout, SamplingParams
 from rltrain.rollout.route_store import store_here
-from rltrain.routing.integrity import RouteShape
 from rltrain.weights.sync.broadcast import BroadcastGroup, BroadcastSender
+from tests.integration.random_moe import SHAPE, VOCABULARY, random_moe, routes_of
 from tests.integration.sync_links import links, send_weights
 
 pytestmark = [
@@ -35,7 +34,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU"),
 ]
-SHAPE = RouteShape(num_layers=2, moe_layers=(0, 1), num_experts=8, experts_per_token=2)
 TOKENS, PROMPT = 600, 70
 VERSIONS = range(3)
 """Of weights: those that the engine starts with, and those of two updates."""
@@ -63,21 +61,7 @@ class Served:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    config = Qwen3MoeConfig(
-        vocab_size=48,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=SHAPE.num_experts,
-        num_experts_per_tok=SHAPE.experts_per_token,
-        moe_intermediate_size=64,
-        max_position_embeddings=2 * TOKENS,
-        initializer_range=0.2,
-    )
-    config.eos_token_id = None
+    config = random_moe(2 * TOKENS)
     folders = []
     for version in VERSIONS:
         torch.manual_seed(version)
@@ -105,7 +89,7 @@ def served(
 
 def new_request(number: int, length: int, name: str = "a") -> Request:
     draw = np.random.default_rng(length)
-    return Request(tuple(draw.integers(2, 48, length).tolist()), number, name, number)
+    return Request(tuple(draw.integers(2, VOCABULARY, length).tolist()), number, name, number)
 
 
 def reference(
@@ -140,11 +124,6 @@ def reference(
         experts.append(torch.stack(chosen, 1))
     of_next = torch.cat(logits).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     return of_next[len(rollout.prompt_tokens) - 1 :], torch.cat(experts)
-
-
-def routes_of(rollout: Rollout) -> torch.Tensor:
-    rows = fetch_routes([rollout.routes], SHAPE.moe_layers)[:-1]
-    return torch.from_numpy(rows.astype(np.int64)).sort().values
 
 
 def test_every_token_and_route_is_of_the_weights_that_it_says(served: Served) -> None:
